@@ -15,7 +15,7 @@ from torch import Tensor
 
 import polyflash
 from polyflash import Mask, SpecError, UnsupportedError, parallel
-from polyflash.parallel import calls, handshake, ring
+from polyflash.parallel import calls, ring
 from polyflash.reference import attention_reference
 from tests.distributed import cases
 from tests.distributed.cases import Case
@@ -136,7 +136,7 @@ def test_errors_are_those_of_one_device(ranks: int, method: str):
 def test_kernels_that_keep_16_bits_hand_over_sums(method: str, monkeypatch: pytest.MonkeyPatch):
     """As on GPUs, where operands are not widened: gradients are those of one device, outputs rounded once a
     step."""
-    monkeypatch.setattr(ring, "_widened", lambda x: x)
+    monkeypatch.setattr(ring, "widened", lambda x: x)
     whole = whole_of(512, torch.bfloat16, heads=4)
     how: dict[str, Any] = {"method": method, "causal": True}
     results, _ = simulate(4, lambda g: [parallel.restore(x, group=g) for x in trained(g, whole, **how)])
@@ -376,16 +376,21 @@ def test_keys_of_a_backward_pass_come_beside_what_is_computed(method: str, monke
     assert said == [*brought, *brought, *returned]
 
 
-def test_a_call_like_an_earlier_one_is_planned_beside_its_handshake(monkeypatch: pytest.MonkeyPatch):
+def test_a_call_like_an_earlier_one_has_its_plan(monkeypatch: pytest.MonkeyPatch):
     """And ends as all others do where one rank makes another call."""
     whole, said = whole_of(16), []
-    planned, agreed = calls.whole_call, handshake._compared
+    planned, began = calls.whole_call, calls.begin
 
-    def told(what: str, body: Any) -> Any:
-        return lambda *given: (said.append(what), body(*given))[1]
+    def begin(*given: Any) -> Any:
+        wait = began(*given)
+        return lambda: (said.append("compared"), wait())[1]  # type: ignore[func-returns-value]
 
-    monkeypatch.setattr(calls, "whole_call", told("planned", planned))
-    monkeypatch.setattr(handshake, "_compared", told("compared", agreed))
+    def plan(*given: Any) -> Any:
+        said.append("planned")
+        return planned(*given)
+
+    monkeypatch.setattr(calls, "whole_call", plan)
+    monkeypatch.setattr(calls, "begin", begin)
     how: dict[str, Any] = {"causal": True, "method": "ring"}
 
     def body(group: Any) -> str:
@@ -398,9 +403,28 @@ def test_a_call_like_an_earlier_one_is_planned_beside_its_handshake(monkeypatch:
         return "no error"
 
     simulate(1, body)
-    assert said[:4] == ["compared", "planned", "planned", "compared"]
+    assert said == ["compared", "planned", "compared", "compared"]
     results, _ = simulate(2, body)
     assert results[0] == results[1] and "window left" in results[0]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_shards_of_others_may_have_other_rows_than_before(method: str):
+    """The second of two ranks holds 8 of 16 rows and 8 of 15, and a call of the latter is like the former to
+    it."""
+    how: dict[str, Any] = {"causal": True, "method": method, "order": "contiguous"}
+    lengths = (16, 16, 15, 16)
+
+    def body(group: Any) -> list[Tensor]:
+        with contextlib.suppress(RuntimeError):  # of messages of other sizes
+            return [trained(group, whole_of(rows), **how)[0] for rows in lengths]
+        return []
+
+    results, _ = simulate(2, body)
+    assert list(map(len, results)) == [len(lengths)] * 2
+    for rows, *parts in zip(lengths, *results, strict=True):
+        one = polyflash.attention(*whole_of(rows)[:3], causal=True)
+        assert torch.allclose(torch.cat(parts, 2), one, atol=1e-5)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -40,6 +40,7 @@ FLOORS = {
         "kvcache.tables",
         "parallel.cost",
         "parallel.schedule",
+        "parallel.joins",
     ),
     3: ("plan", "tuning.store"),
     4: ("backends",),

@@ -24,7 +24,7 @@ from polyflash.parallel.calls import Ranks, Where
 from polyflash.parallel.comm import Team, teams_of
 from polyflash.parallel.cost import Explanation, explained
 from polyflash.parallel.dtensors import local_of
-from polyflash.parallel.handshake import KINDS
+from polyflash.parallel.handshake import KINDS, words_of
 from polyflash.parallel.schedule import ORDERS, Shards
 from polyflash.parallel.sums import sums_of
 
@@ -315,7 +315,7 @@ def restore(
     rows, tracked = x.shape[dim], torch.is_grad_enabled() and x.requires_grad
     said = {"function": KINDS.index("restore"), "order": ORDERS.index(order), "rows of q": rows}
     said |= {"head_dim": math.prod(x.shape[:dim] + x.shape[dim + 1 :]), "gradients": int(tracked)}
-    shards = _shards(ranks, order, sum(ranks.meet(said)()[0]), cu_seqlens)
+    shards = _shards(ranks, order, sum(ranks.meet(words_of(said))()[0]), cu_seqlens)
     if rows != shards.held(ranks.rank):
         wanted = f"{shards.held(ranks.rank)}, what split() gives rank {ranks.rank} of {shards.rows}"
         raise spec_error("x rows", rows, wanted, "Pass the order= and cu_seqlens= of split().")
@@ -346,7 +346,7 @@ def merge(
         raise UnsupportedError(f"{text}. Use torch.no_grad(), or parallel.attention() to train")
     sizes = dict(zip(("batch", "num_q_heads", "head_dim", "head_dim_v"), (*out.shape, 1)[:4], strict=True))
     kind = list(BY_NAME).index(str(out.dtype).removeprefix("torch."))
-    ranks.meet({"function": KINDS.index("merge"), "dtype": kind, **sizes})()
+    ranks.meet(words_of({"function": KINDS.index("merge"), "dtype": kind, **sizes}))()
     parts = [(out, lse)]
     for team in (ranks.heads, ranks.ring):
         if team is not None:

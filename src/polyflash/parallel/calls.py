@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -20,9 +19,20 @@ from polyflash.parallel import ulysses
 from polyflash.parallel.coded import Rows, as_rows, values_of
 from polyflash.parallel.comm import Team
 from polyflash.parallel.cost import RATES, Problem, chosen
-from polyflash.parallel.handshake import KINDS, METHODS, begin, said_of
-from polyflash.parallel.ring import Attention, Call, of_heads
+from polyflash.parallel.handshake import (
+    KINDS,
+    METHODS,
+    NUMBER,
+    Agreed,
+    Held,
+    begin,
+    nothing,
+    said_of,
+    words_of,
+)
+from polyflash.parallel.ring import Attention, Call
 from polyflash.parallel.schedule import ORDERS, Lists, Segments, Shards, Sight, lengths_of
+from polyflash.parallel.works import of_heads
 from polyflash.quant import codec
 from polyflash.quant.tensor import QuantizedTensor
 from polyflash.routes import ANY, requested_backend
@@ -30,11 +40,6 @@ from polyflash.spec import Arguments
 
 _MOST_READ, _MOST_KNOWN, _MOST_NUMBERS = 8, 64, 1 << 16
 _read: list[tuple[tuple[Any, ...], Any]] = []  # every layer of a step has the same ids and bounds
-
-
-Held = list[list[int]]  # of q, and of k, that each shard has
-_calls: dict[Any, tuple[Call, Any]] = {}
-_known: WeakKeyDictionary[Team, dict[Any, Held]] = WeakKeyDictionary()  # by what was said
 
 
 class Where(NamedTuple):
@@ -61,18 +66,21 @@ class Ranks(NamedTuple):
         """The number of this rank among all."""
         return self.ring.rank * self.pieces + (0 if self.heads is None else self.heads.rank)
 
-    def meet(self, said: dict[str, int], refusal: Exception | None = None) -> Callable[[], Held]:
+    def meet(self, words: Sequence[int], refusal: Exception | None = None) -> Callable[[], Held]:
         """Starts the handshake; call the result for the rows of q, and of k, that each shard has."""
+        words = list(words)
         if self.heads is not None:
             self.heads.calls += 1
-            within = _met(begin(self.heads, said | {"number of the call": self.heads.calls}), refusal)
-            said = said | {name: sum(counts) for name, counts in within.items()}
+            words[NUMBER] = self.heads.calls
+            held = _met(begin(self.heads, words), refusal)
+            words[-len(held) :] = map(sum, held)
         self.ring.calls += 1
-        wait = begin(self.ring, said | {"number of the call": self.ring.calls})
-        return lambda: list(_met(wait, refusal).values())
+        words[NUMBER] = self.ring.calls
+        wait = begin(self.ring, words)
+        return lambda: _met(wait, refusal)
 
 
-def _met(wait: Callable[[], dict[str, list[int]]], refusal: Exception | None) -> dict[str, list[int]]:
+def _met(wait: Callable[[], Held], refusal: Exception | None) -> Held:
     """Rows of each shard, as a handshake found them; a refusal of this rank's own says more."""
     try:
         return wait()
@@ -152,45 +160,86 @@ def part_of(q: Any, k: Any, v: Any, options: Options, form: Form) -> Part:
     return Part(bound, (k_rows[0], v_rows[0]), (k_rows[1], v_rows[1]), turned[1])
 
 
+class Plan(NamedTuple):
+    """State shared by calls alike: what their handshakes say, the rows that each shard had by these, if there
+    was one, the whole call, and its exchange. `kept` are objects whose ids say that calls are alike."""
+
+    words: list[int]
+    rows: Held | None
+    call: Call
+    method: str
+    kept: Any
+
+
+_plans: dict[Any, Plan] = {}
+
+
+class _OtherRows(Exception):
+    """Shards have other rows than those of the call like this one."""
+
+
 def run(
     q: Any, k: Any, v: Any, options: Options, form: Form, ranks: Ranks, where: Where
 ) -> tuple[Bound, Tensor, Tensor]:
-    """One call of this rank: what it was, out and lse, both (batch, heads, rows, ...)."""
-    refusal: Exception | None = None
-    said, part = {"refused": 1}, None
+    """One call of this rank: what it was, out and lse, both (batch, heads, rows, ...). A call like an earlier
+    one has its plan while its handshake is under way."""
     try:
         checked(where, ranks)
         part = part_of(q, k, v, options, form)
-        bound = part.bound
-        said = said_of(bound.q, bound.k, bound.v, bound.args) | {"order": ORDERS.index(where.order)}
-        said["codes"] = zlib.crc32(repr(part.forms).encode()) if any(part.forms) else 0
-        said["method"] = METHODS.index(where.method or METHODS[0])
-        said["function"] = KINDS.index("attention_varlen" if form is Form.PACKED else "attention")
-        if where.seqlens is None and where.handshake is False and form is not Form.PACKED:
-            change = "Give the rows of q and of k on all ranks together: the handshake would count them."
-            raise spec_error("seqlens", "None", "two ints beside handshake=False", change)
+        key = _likeness(part, ranks, where)
+        plan = None if key is None else _plans.get(key)
+        words = _words(part, where, form) if plan is None else plan.words
     except (SpecError, UnsupportedError) as error:
-        refusal = error
-    met, known = (
-        None if where.handshake is False else ranks.meet(said, refusal),
-        _known.setdefault(ranks.ring, {}),
-    )
-    rows, key = known.get(tuple(said.items())), tuple(said.items())
-    if met is None or rows is None or refusal is not None:
-        rows, met = met and met(), None
-    if refusal is not None or part is None:
-        raise refusal or SpecError("parallel: no call")
-    call = whole_call(part, ranks, where, rows)  # beside the handshake, if it is that of a known call
-    method = where.method or method_of(part.bound, call)[0]
-    if met is not None and (now := met()) != rows:
-        rows, call = now, whole_call(part, ranks, where, now)
-    if rows is not None:
-        if len(known) >= _MOST_KNOWN:
-            known.clear()
-        known[key] = rows
-        call = replace(call, said={"number of the call": ranks.ring.calls})
-    out, lse = _exchanged(part, replace(call, gathers=method == "all_gather"), ranks, method)
+        if where.handshake is not False:
+            ranks.meet(words_of({"refused": 1}), error)()
+        raise
+    met = ranks.meet(words) if where.handshake else None
+    if plan is None:
+        plan = _planned(part, ranks, where, words, key, met and met())
+        agreed: Agreed = nothing
+    elif met is None:
+        agreed = nothing
+    else:
+        known = plan.rows
+
+        def agreed() -> None:
+            if (now := met()) != known:
+                raise _OtherRows(now)
+
+    try:
+        out, lse = _exchanged(part, plan, ranks, agreed)
+    except _OtherRows as other:
+        plan = _planned(part, ranks, where, words, key, other.args[0])
+        out, lse = _exchanged(part, plan, ranks, nothing)
     return part.bound, codec.rotate(out) if part.rotated else out, lse
+
+
+def _words(part: Part, where: Where, form: Form) -> list[int]:
+    """A rank's words about a call."""
+    bound = part.bound
+    said = said_of(bound.q, bound.k, bound.v, bound.args) | {"order": ORDERS.index(where.order)}
+    said["codes"] = zlib.crc32(repr(part.forms).encode()) if any(part.forms) else 0
+    said["method"] = METHODS.index(where.method or METHODS[0])
+    said["function"] = KINDS.index("attention_varlen" if form is Form.PACKED else "attention")
+    if where.seqlens is None and where.handshake is False and form is not Form.PACKED:
+        change = "Give the rows of q and of k on all ranks together: the handshake would count them."
+        raise spec_error("seqlens", "None", "two ints beside handshake=False", change)
+    return words_of(said)
+
+
+def _planned(part: Part, ranks: Ranks, where: Where, words: list[int], key: Any, rows: Held | None) -> Plan:
+    """The plan of a call whose shards have so many rows, as far as a handshake told them; kept by its key."""
+    call = whole_call(part, ranks, where, rows)
+    method = where.method or method_of(part.bound, call)[0]
+    if method == "all_gather":
+        call = replace(call, gathers=True)
+    tensors = [x for x in part.bound.args if isinstance(x, Tensor)]
+    plan = Plan(words, rows, call, method, (ranks, tensors))
+    if key is not None:
+        if len(_plans) >= _MOST_KNOWN:
+            _plans.clear()
+        _plans[key] = plan
+    return plan
 
 
 def bounded(cu_seqlens: Tensor) -> tuple[int, ...]:
@@ -198,28 +247,24 @@ def bounded(cu_seqlens: Tensor) -> tuple[int, ...]:
     return lengths_of(cu_seqlens.tolist())
 
 
-def whole_call(part: Part, ranks: Ranks, where: Where, rows: Held | None) -> Call:
-    """The whole call that this is a part of, checked, or one like it, as those of other layers are: with the
-    same tensors as arguments, unchanged. `rows` of q and of k are those of each shard, as far as a handshake
-    told them."""
-    q, k, v, _, args, _ = part.bound
+def _likeness(part: Part, ranks: Ranks, where: Where) -> Any:
+    """Key of calls that are planned alike, as those of layers are: of the same sizes, with the same tensors
+    as arguments, unchanged, on a device. None: there is none."""
+    q, k, v, form, args, _ = part.bound
     tensors = [x for x in args if isinstance(x, Tensor)]
     small = sum(x.numel() for x in tensors) <= _MOST_NUMBERS
     if not small or any(x.is_inference() or x.requires_grad or x.is_cpu for x in tensors):
-        return _whole_call(part, ranks, where, rows)
+        return None
     numbers = tuple((id(x), x._version) if isinstance(x, Tensor) else x for x in args)
-    sizes = q.shape, k.shape, v.shape, q.dtype, q.device, rows and tuple(map(tuple, rows))
+    tracked = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    sizes = q.shape, k.shape, v.shape, q.dtype, q.device, form, tracked
     where = where._replace(seqlens=where.seqlens and tuple(where.seqlens))
-    key = numbers, sizes, where, part.forms, id(ranks.ring), ranks.rank, ranks.pieces
-    found = _calls.get(key)
-    if found is None:
-        if len(_calls) >= _MOST_KNOWN:
-            _calls.clear()
-        found = _calls[key] = _whole_call(part, ranks, where, rows), (ranks, tensors)  # kept, for their ids
-    return found[0]
+    return numbers, sizes, where, part.forms, id(ranks.ring), id(ranks.heads)
 
 
-def _whole_call(part: Part, ranks: Ranks, where: Where, rows: Held | None) -> Call:
+def whole_call(part: Part, ranks: Ranks, where: Where, rows: Held | None) -> Call:
+    """The whole call that this is a part of, checked. `rows` of q and of k are those of each shard, as far as
+    a handshake told them."""
     q, k, v, _, args, _ = part.bound
     if args.cu_seqlens_q is not None and args.cu_seqlens_k is not None:
         lengths = [read_once(bounded, x) for x in (args.cu_seqlens_q, args.cu_seqlens_k)]
@@ -334,11 +379,13 @@ def problem_of(bound: Bound, call: Call) -> Problem:
     return Problem(call.q, call.k, call.sight, *sizes, rates, bytes_per_head=sent)
 
 
-def _exchanged(part: Part, call: Call, ranks: Ranks, method: str) -> tuple[Tensor, Tensor]:
-    """The results of this rank's rows."""
-    q, (k, v) = part.bound.q, part.travel
-    if not method.startswith("ulysses"):
-        return Attention.apply(q, k, v, call.args.bias, call.args.sinks, call)  # type: ignore[no-any-return]
+def _exchanged(part: Part, plan: Plan, ranks: Ranks, agreed: Agreed) -> tuple[Tensor, Tensor]:
+    """The results of this rank's rows; nothing is sent before the ranks have `agreed`."""
+    q, (k, v), call = part.bound.q, part.travel, plan.call
+    number = 0 if plan.rows is None else ranks.ring.calls
+    if not plan.method.startswith("ulysses"):
+        return Attention.apply(q, k, v, call.args.bias, call.args.sinks, call, agreed, number)  # type: ignore[no-any-return]
+    agreed()
     team = ranks.heads or ranks.ring
     of_q, of_k = ulysses.deal(q.shape[1], k.shape[1], team.size)
     first = ranks.ring.rank * team.size if ranks.heads else 0
@@ -355,7 +402,7 @@ def _exchanged(part: Part, call: Call, ranks: Ranks, method: str) -> tuple[Tenso
     if ranks.heads:
         shards = replace(call.q, pieces=1), replace(call.k, pieces=1)
         call = replace(call, q=shards[0], k=shards[1])
-        out, lse = Attention.apply(q, k, v, call.args.bias, call.args.sinks, call)
+        out, lse = Attention.apply(q, k, v, call.args.bias, call.args.sinks, call, nothing, number)
     else:
         args = call.args._replace(need_lse=True)
         if call.packed:

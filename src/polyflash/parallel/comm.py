@@ -18,6 +18,7 @@ from torch import Tensor
 
 from polyflash.errors import SpecError, described, spec_error
 
+ONE_MESSAGE, ALIGNED = 1 << 26, 16  # bytes
 Sent = Sequence[tuple[int, Tensor]]  # peers, and what goes there
 Shape = tuple[int, ...]
 
@@ -77,14 +78,20 @@ class Team:
         if self.meets:  # NCCL wants every rank in the first call of a group, and not all may send
             self.meets = False
             self.gather(torch.zeros(1, device="cuda"), what)()
-        ops, kept = [], []
+        ops, kept, apart = [], [], []
         for verb, pairs in ((dist.isend, sends), (dist.irecv, receives)):
-            for peer, x in pairs:
-                if not x.numel():
-                    continue
-                kept.append(_bytes(x))
-                ops.append(dist.P2POp(verb, kept[-1], dist.get_global_rank(self.group, peer), self.group))
-                self.sent += kept[-1].numel() if verb is dist.isend else 0
+            made = [(peer, _bytes(x)) for peer, x in pairs if x.numel()]
+            if _is_one_message(made):
+                whole = flat([x for _, x in made])
+                if verb is dist.irecv and whole.data_ptr() != made[0][1].data_ptr():
+                    apart = list(
+                        zip([x for _, x in made], whole.split([x.numel() for _, x in made]), strict=True)
+                    )
+                made = [(made[0][0], whole)]
+            for peer, x in made:
+                kept.append(x)
+                ops.append(dist.P2POp(verb, x, dist.get_global_rank(self.group, peer), self.group))
+                self.sent += x.numel() if verb is dist.isend else 0
         with self._named(what):
             works = dist.batch_isend_irecv(ops) if ops else []
 
@@ -92,6 +99,8 @@ class Team:
             with self._named(what):
                 for work in works:
                     work.wait()
+            for x, part in apart:
+                x.copy_(part)
             kept.clear()  # what is under way keeps its memory till here
 
         return wait
@@ -147,6 +156,14 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "al
 
 def _bytes(x: Tensor) -> Tensor:
     return x.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def _is_one_message(made: Sequence[tuple[int, Tensor]]) -> bool:
+    """Do bytes for peers, or from them, go as one message, which costs the host one operation? Both ends see
+    the same sizes, and so decide alike."""
+    sizes = [x.numel() for _, x in made]
+    alike = len(made) > 1 and len({peer for peer, _ in made}) == 1
+    return alike and sum(sizes) <= ONE_MESSAGE and not any(n % ALIGNED for n in sizes)
 
 
 def flat(parts: Sequence[Tensor]) -> Tensor:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from polyflash.parallel import schedule
+from polyflash.parallel import joins, schedule
 from polyflash.parallel.schedule import Shards, Sight
 from polyflash.spec import Phase
 from polyflash.work import flops_per_pair
@@ -192,6 +192,10 @@ def _of_steps(problem: Problem) -> int:
     for rank in _extremes(problem.q.count):
         rows, keys = (x.held(rank * x.pieces) for x in (problem.q, problem.k))
         others = schedule.steps(problem.q, problem.k, rank, problem.sight)[1:]
+        join = joins.join(problem.q, problem.k, rank, problem.sight)
+        if join is not None:
+            most = max(most, _of_out(problem, rows) + _of_join(problem, join, others[0], (rows, keys)))
+            continue
         sums = _rows(problem, rows, SUMMED) + keys * of_key // size * 4 if len(others) > 1 else 0
         busy = sent = kept = 0
         for t, step in enumerate(others):
@@ -204,6 +208,24 @@ def _of_steps(problem: Problem) -> int:
         own = _rows(problem, rows, SUMMED + size, PER_ROW) + keys * of_key
         most = max(most, _of_out(problem, rows) + max(busy, own + sent + sums + kept))
     return most
+
+
+def _of_join(problem: Problem, join: joins.Join, other: schedule.Step, held: tuple[int, int]) -> int:
+    """Bytes beside out and lse of a rank of two that puts keys in order, while it differentiates what reads
+    these; what own keys do alone, when gradients of the others are sent and come; or adds all up."""
+    size, of_key = problem.itemsize, problem.bytes_per_key
+    read, alone = (
+        sum(end - start for start, end in (block.q.span for block in blocks))
+        for blocks in (join.blocks, join.own.blocks)
+    )
+    keys_alone = sum(end - start for start, end in (block.k.span for block in join.own.blocks))
+    joined, wide = join.keys * of_key, of_key // size * 4
+    kept = _rows(problem, read, size) + joined
+    made = _rows(problem, alone, SUMMED + size, PER_ROW) + keys_alone * of_key
+    sent = (other.keys.rows + other.lent.rows) * wide
+    added = kept + _rows(problem, alone + (held[0] if alone else 0), size)
+    added += (keys_alone + held[1]) * of_key + other.lent.rows * wide
+    return max(joined + kept + max(_rows(problem, read, SUMMED, PER_ROW), sent), kept + made + sent, added)
 
 
 def _of_gathering(problem: Problem, heads: int) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import struct
 import sys
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,27 +32,46 @@ _FIELDS = (
     *("rows of q", "rows of k"),
 )
 _OWN = ("rows of q", "rows of k")  # each rank's own
+_SHARED = len(_FIELDS) - len(_OWN)
+Held = list[list[int]]  # of q, and of k, that each shard has
+Agreed = Callable[[], Any]  # ends a handshake that is under way: returns, or raises, before anything is sent
 
 
-def begin(team: Team, said: Mapping[str, int]) -> Callable[[], dict[str, list[int]]]:
-    """Starts to compare what the ranks say, fields that are missing being 0; call the result for the rows of
-    each. On a device's own backend this waits for earlier exchanges, not for what is computed beside them.
+NUMBER = _FIELDS.index("number of the call")
+
+
+def words_of(said: Mapping[str, int]) -> list[int]:
+    """A rank's words as numbers, those that are missing being 0."""
+    return [said.get(name, 0) for name in _FIELDS]
+
+
+def nothing() -> None:
+    """Ranks that compare nothing have agreed."""
+
+
+def begin(team: Team, words: Sequence[int]) -> Callable[[], Held]:
+    """Starts to compare what the ranks say; call the result for the rows of q, and of k, of each. On a
+    device's own backend this waits for earlier exchanges, not for what is computed beside them.
 
     Raises:
         SpecError: from that call, on every rank alike, with the first field that differs and who said it."""
-    values = [said.get(name, 0) for name in _FIELDS]
     with team.aside():
-        words = torch.tensor(values, dtype=torch.int64, device=team.device)
-        wait = team.gather(words, "compared its call with those of the others")
+        sent = torch.tensor(words, dtype=torch.int64, device=team.device)
+        wait = team.gather(sent, "compared its call with those of the others")
 
-    def compared() -> dict[str, list[int]]:
+    def compared() -> Held:
         with team.aside():
-            return _compared(wait().tolist())
+            table = wait().tolist()
+        shared = table[0][:_SHARED]
+        if shared[0] or any(row[:_SHARED] != shared for row in table):
+            _refuse(table)
+        return [list(column) for column in zip(*(row[_SHARED:] for row in table), strict=True)]
 
     return compared
 
 
-def _compared(table: list[list[int]]) -> dict[str, list[int]]:
+def _refuse(table: list[list[int]]) -> None:
+    """Raises what differs, in the words of every rank."""
     columns = dict(zip(_FIELDS, zip(*table, strict=True), strict=True))
     refused = [rank for rank, flag in enumerate(columns["refused"]) if flag]
     if refused:
@@ -66,7 +85,6 @@ def _compared(table: list[list[int]]) -> dict[str, list[int]]:
             got = "; ".join(f"{_worded(name, x)} on rank {', '.join(who)}" for x, who in said_by.items())
             change = "Ranks of a group make the same calls in the same order."
             raise spec_error(f"parallel {name}", got, "the same on every rank", change)
-    return {name: list(columns[name]) for name in _OWN}
 
 
 def _worded(name: str, value: int) -> Any:

@@ -17,6 +17,7 @@ from torch import Tensor
 from polyflash.mask import FAR_OFFSET
 from polyflash.parallel import schedule
 from polyflash.parallel.comm import flat
+from polyflash.parallel.joins import Piece
 from polyflash.parallel.schedule import Block, Runs, Shards, Sight
 
 FEW_RUNS = 4  # that are added one by one
@@ -66,6 +67,13 @@ def room_for(shards: Shards, like: Tensor, kind: torch.dtype) -> list[Tensor]:
     room = like.new_empty(batch * heads * sum(held) * dim, dtype=kind)
     parts = room.split([batch * heads * rows * dim for rows in held])
     return [part.view(batch, heads, rows, dim) for part, rows in zip(parts, held, strict=True)]
+
+
+def joined(pieces: Sequence[Piece], own: Tensor, arrived: Tensor, packed: bool) -> Tensor:
+    """Own rows and those that arrived, as they travel, in their order."""
+    mine = wire(own, packed)
+    parts = [(mine if x.own else arrived).narrow(1 + (not packed), x.first, x.rows) for x in pieces]
+    return wire(torch.cat(parts, 1 + (not packed)), packed)
 
 
 def lent(x: Tensor, runs: Runs, packed: bool) -> Tensor:

@@ -1,7 +1,8 @@
 """The exchange loops, forward and backward: keys of all ranks step by step, or gathered heads by heads.
 
     ring:        in step t rank r reads keys of rank r - t, sent while it computed step t - 1; partial
-                 results of the steps are merged by their lse. Gradients of keys return to their owner.
+                 results of the steps are merged by their lse. Gradients of keys return to their owner. Two
+                 ranks put the keys of both in order instead, where they can (`joins`), and merge nothing.
     all_gather:  whole K and V of some heads at a time, one call per chunk of rows; gradients of keys go to
                  their owners, who add them in the order of ranks.
 
@@ -13,10 +14,10 @@ are widened wherever results of blocks are added up, so that this rounding happe
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -27,15 +28,15 @@ from polyflash import torch_ops
 from polyflash.arguments import int32_of
 from polyflash.mask import FAR_OFFSET
 from polyflash.merging import merge_into
-from polyflash.parallel import places, schedule
+from polyflash.parallel import joins, places, schedule, works
 from polyflash.parallel.coded import Rows, values_of
-from polyflash.parallel.comm import Team
+from polyflash.parallel.comm import ALIGNED, Team
 from polyflash.parallel.cost import GATHERED_BYTES
-from polyflash.parallel.gradients import differentiate
-from polyflash.parallel.handshake import KINDS, begin
+from polyflash.parallel.handshake import KINDS, Agreed, begin, nothing, words_of
+from polyflash.parallel.joins import Join
 from polyflash.parallel.schedule import Block, Shards, Sight, Span, Step
 from polyflash.parallel.sums import MOST_PARTS, Sum, sums_of
-from polyflash.results import empty_in_order_of
+from polyflash.parallel.works import Work, attend, differentiate, empty, of_heads, tile, widened
 from polyflash.routes import saved_hooks
 from polyflash.spec import Arguments
 
@@ -50,6 +51,7 @@ class Source(NamedTuple):
     blocks: tuple[Block, ...]
     heads: Span
     step: Step | None = None
+    join: Join | None = None  # what keys they are, if they were put in order
 
 
 Piece = tuple[Callable[[], Callable[[], list[Tensor]]], Callable[[list[Tensor]], Source]]
@@ -71,39 +73,58 @@ class Call:
     num_q_heads: int = 0
     gathers: bool = False
     forms: tuple[Rows | None, Rows | None] = (None, None)  # of codes that travel
-    said: dict[str, int] | None = None  # in the handshake of the forward pass; None: there was none
-    mark: Any = None  # is recorded in a forward pass when K and V are there: see `Team.beside`
-    known: dict[Any, Any] = field(default_factory=dict, compare=False)  # arguments of blocks
+    known: dict[Any, Any] = field(default_factory=dict, compare=False)  # works of blocks
 
     @property
     def packed(self) -> bool:
         """Are there packed members?"""
         return self.args.cu_seqlens_q is not None
 
+    @cached_property
+    def steps(self) -> tuple[Step, ...]:
+        """The steps of a ring."""
+        return schedule.steps(self.q, self.k, self.team.rank, self.sight)
+
+    @cached_property
+    def join(self) -> Join | None:
+        """How keys of two ranks are put in order, if they are."""
+        return None if self.gathers else joins.join(self.q, self.k, self.team.rank, self.sight)
+
+    @property
+    def pairs(self) -> bool:
+        """Is there a single exchange of keys? Then a rank may wait for it while the other one computes, whose
+        kernels leave no room for its other half: that of the backward pass begins behind the forward pass."""
+        return self.join is not None
+
+    @property
+    def whole(self) -> bool:
+        """Do rows see all their keys in one call?"""
+        return self.gathers or self.join is not None
+
     def kept(self, q: Tensor) -> torch.dtype:
         """The dtype in which results are kept until they are whole: that of sums where any may be merged more
         than once."""
-        if self.gathers:
+        if self.whole:
             return q.dtype
-        steps = schedule.steps(self.q, self.k, self.team.rank, self.sight)
-        once = self.args.sinks is None and sum(len(step.blocks) for step in steps) <= 2
-        return _widened(q).dtype if once else sums_of(q)  # type: ignore[no-any-return]
+        once = self.args.sinks is None and sum(len(step.blocks) for step in self.steps) <= 2
+        return widened(q).dtype if once else sums_of(q)  # type: ignore[no-any-return]
 
-    def placed(self, block: Block, heads: slice) -> Arguments:
-        """The arguments of a block: the masks as its rows, of these query heads, and its keys see them."""
+    def work(self, block: Block, heads: slice) -> Work:
+        """A block as calls take it: the masks as its rows, of these query heads, and its keys see them."""
         key = id(self.args), id(block), heads.start, heads.stop, self.gathers, self.first_head
         found = self.known.get(key)
         if found is None:
             if len(self.known) >= _KEPT_BLOCKS:
                 self.known.clear()
-            found = self.known[key] = self._placed(block, heads), (self.args, block)  # kept, for their ids
+            made = Work(slice(*block.q.span), slice(*block.k.span), self._placed(block, heads))
+            found = self.known[key] = made, (self.args, block)  # kept, for their ids
         return found[0]  # type: ignore[no-any-return]
 
     def _placed(self, block: Block, heads: slice) -> Arguments:
         args = of_heads(self.args, heads)
         positional = args.alibi_slopes is not None
         own: dict[str, Any] = {"need_lse": True, "offset": None, "q_offset": None}
-        own["sinks"] = args.sinks if self.gathers else None
+        own["sinks"] = args.sinks if self.whole else None
         if block.full:
             own |= {"causal": False, "window_left": None, "window_right": None}
         else:
@@ -116,7 +137,7 @@ class Call:
             if args.q_segments is not None and args.k_segments is not None:
                 own |= {"q_segments": args.q_segments[:, rows], "k_segments": args.k_segments[:, seen]}
             if args.intervals is not None:
-                own |= _lists_of(args.intervals, args.interval_rows, rows, seen)
+                own |= works.lists_of(args.intervals, args.interval_rows, rows, seen)
         for name in ("kv_lens", "kv_starts"):
             if (x := getattr(args, name)) is not None:
                 first, keys = places.keys_of(block, x.device, self.packed)
@@ -141,60 +162,83 @@ class Call:
         at = (self.sight.offsets or (0,))[0] + int(block.q.starts[0] - block.k.starts[0])
         return {"offset": max(-FAR_OFFSET, min(at, FAR_OFFSET))}
 
-    def sources(self, k: Tensor, v: Tensor, what: str, backward: bool = False) -> Iterator[Source]:
+    def sources(
+        self, k: Tensor, v: Tensor, what: str, agreed: Agreed, mark: Any, backward: bool = False
+    ) -> Iterator[Source]:
         """The keys that rows of this rank see, the next ones on their way while one is used, the first from
-        now on. Own keys of a ring come first; in a backward pass last, while gradients of a step before are
-        on their way."""
-        own, pieces = self._gathers(k, v, what) if self.gathers else self._fetches(k, v, what)
-        mark = self.mark if backward and pieces else None
-        with self.team.beside(mark):
+        when the ranks have `agreed`. Own keys of a ring come first; in a backward pass of several steps last,
+        while gradients of a step before are on their way. `mark`: see `Team.beside`."""
+        own, pieces = self._gathers(k, v, what) if self.gathers else self._fetches(k, v, what, agreed)
+        if self.gathers or not pieces:
+            agreed()
+        beside = mark if backward and pieces else None
+        with self.team.beside(beside):
             arriving = pieces[0][0]() if pieces else None
-        if self.mark is not None and not backward:
-            self.mark.record()
+        if mark is not None and not (backward or self.pairs):
+            mark.record()
+        last = backward and not self.whole and any(step.keys.rows for step in self.steps[1:])
 
         def follow() -> Iterator[Source]:
             nonlocal arriving
-            if own is not None and not backward:
+            if own is not None and not last:
                 yield own
             for i, (_, source) in enumerate(pieces):
                 both = arriving()  # type: ignore[misc]
-                if mark is not None and i == 0:
+                if beside is not None and i == 0:
                     self.team.join(both)
                 arriving = pieces[i + 1][0]() if i + 1 < len(pieces) else None
                 x = source(both)
                 del both  # else it would be kept while x is used
                 yield x._replace(k=values_of(x.k, self.forms[0]), v=values_of(x.v, self.forms[1]))
                 del x
-            if own is not None and backward:
+            if own is not None and last:
                 yield own
 
         return follow()
 
-    def _fetches(self, k: Tensor, v: Tensor, what: str) -> tuple[Source, list[Piece]]:
+    def _fetches(self, k: Tensor, v: Tensor, what: str, agreed: Agreed) -> tuple[Source, list[Piece]]:
         """Own keys of a ring, and the steps that bring others."""
-        steps, heads = schedule.steps(self.q, self.k, self.team.rank, self.sight), (0, k.shape[1])
+        steps, heads, join = self.steps, (0, k.shape[1]), self.join
 
         def start(t: int) -> Callable[[], list[Tensor]]:
             step = steps[t]
-            into = [self._room(x, step.keys.rows, x.dtype) for x in (k, v)]
+            into = self._rooms((k, v), step.keys.rows)
             sends = [(step.reader, places.lent(x, step.lent, self.packed)) for x in (k, v)]
             receives = [(step.owner, x) for x in into]
+            if t == 1:
+                agreed()
             wait = self.team.exchange(sends, receives, f"{what}, step {t}")
             return lambda: (wait(), into)[1]  # type: ignore[func-returns-value]
 
         def source(t: int, both: list[Tensor]) -> Source:
+            if join is not None:
+                k_all, v_all = (
+                    places.joined(join.pieces, *x, self.packed) for x in ((k, both[0]), (v, both[1]))
+                )
+                return Source(k_all, v_all, join.blocks, heads, steps[t], join)
             own_k, own_v = (places.wire(x, self.packed) for x in both)
             return Source(own_k, own_v, steps[t].blocks, heads, steps[t])
 
-        own = [values_of(x[:, :, steps[0].keys.slice], self.forms[i]) for i, x in enumerate((k, v))]
+        first = steps[0] if join is None else join.own
+        own = [k, v]
+        if first.blocks:
+            own = [values_of(x[:, :, first.keys.slice], self.forms[i]) for i, x in enumerate(own)]
         pieces: list[Piece] = [(partial(start, t), partial(source, t)) for t in range(1, len(steps))]
-        return Source(own[0], own[1], steps[0].blocks, heads, steps[0]), pieces
+        return Source(own[0], own[1], first.blocks, heads, first), pieces
 
-    def _room(self, like: Tensor, rows: int, kind: torch.dtype) -> Tensor:
-        """Room for so many rows as they travel."""
+    def _shape(self, like: Tensor, rows: int) -> tuple[int, ...]:
+        """So many rows as they travel."""
         batch, heads, _, dim = like.shape
-        shape = (batch, rows, heads, dim) if self.packed else (batch, heads, rows, dim)
-        return like.new_empty(shape, dtype=kind)
+        return (batch, rows, heads, dim) if self.packed else (batch, heads, rows, dim)
+
+    def _rooms(self, likes: Sequence[Tensor], rows: int, kind: torch.dtype | None = None) -> list[Tensor]:
+        """Room for so many rows of each as they travel, side by side in memory where they start aligned."""
+        kinds, shapes = [kind or x.dtype for x in likes], [self._shape(x, rows) for x in likes]
+        sizes = [prod(shape) * each.itemsize for shape, each in zip(shapes, kinds, strict=True)]
+        if any(size % ALIGNED for size in sizes):
+            return [x.new_empty(s, dtype=t) for x, s, t in zip(likes, shapes, kinds, strict=True)]
+        parts = likes[0].new_empty(sum(sizes), dtype=torch.uint8).split(sizes)
+        return [x.view(t).view(shape) for x, t, shape in zip(parts, kinds, shapes, strict=True)]
 
     def _gathers(self, k: Tensor, v: Tensor, what: str) -> tuple[None, list[Piece]]:
         """Keys of all ranks, so many heads at a time."""
@@ -242,10 +286,18 @@ class Call:
             for sent, total, _ in pairs:
                 sent.pour(total, source.heads[0], step.keys.first)
             return None
-        sends, into = [], [self._room(like, step.lent.rows, sums_of(like)) for _, _, like in pairs]
-        for sent, _, like in pairs:
-            sends.append((step.owner, self._room(like, step.keys.rows, sums_of(like))))
-            sent.read(places.wire(sends[-1][1], self.packed))
+        if not pairs:
+            return None
+        likes, kind = [like for _, _, like in pairs], sums_of(source.k)
+        into, rooms = (self._rooms(likes, rows, kind) for rows in (step.lent.rows, step.keys.rows))
+        spans = (joins.Piece(False, 0, 0, step.keys.rows),) if source.join is None else source.join.pieces
+        for (sent, total, _), room in zip(pairs, rooms, strict=True):
+            for own, at, first, rows in spans:
+                if own:
+                    sent.pour(total, 0, first, (at, at + rows))
+                else:
+                    sent.read(places.wire(room, self.packed)[:, :, first : first + rows], 0, at)
+        sends = [(step.owner, x) for x in rooms]
         wait = self.team.exchange(sends, [(step.reader, x) for x in into], what)
 
         def arrived() -> None:
@@ -259,7 +311,7 @@ class Call:
     def _for_owners(self, sent: Sum, like: Tensor) -> list[Tensor]:
         """A sum of all keys in their order, cut for those who hold them."""
         if self.packed:
-            whole = places.wire(self._room(like, like.shape[2], sums_of(like)), True)
+            whole = places.wire(like.new_empty(self._shape(like, like.shape[2]), dtype=sums_of(like)), True)
             sent.read(whole)
             return places.of_shards(self.k, whole, True)
         parts = places.room_for(self.k, like, sums_of(like))
@@ -268,6 +320,12 @@ class Call:
                 sent.read(part[:, :, slice(*chunk.span)], 0, int(chunk.starts[0]))
         return parts
 
+    def covers(self, source: Source, rows: int) -> bool:
+        """Will each of so many rows have been written, from this source on, where none is written twice?"""
+        blocks = source.blocks if self.join is None else (*self.join.own.blocks, *self.join.blocks)
+        spans = [x.q.span for x in blocks]  # of packed members they may overlap
+        return schedule.covers(spans[:1] if self.packed and self.gathers else spans, rows)
+
     def head_groups(self, k: Tensor, v: Tensor) -> list[Span]:
         """Heads of k to gather at a time: as many as `GATHERED_BYTES` has room for."""
         each = k.shape[0] * self.k.rows * (k.shape[3] + v.shape[3]) * k.element_size()
@@ -275,49 +333,44 @@ class Call:
         return [(h, min(h + n, k.shape[1])) for h in range(0, k.shape[1], n)]
 
 
-def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, agreed: Agreed, mark: Any) -> tuple[Tensor, Tensor]:
     """out in the dtype of q, and lse, of this rank's rows."""
     group, kind, sinks = q.shape[1] // max(1, k.shape[1]), call.kept(q), call.args.sinks
     width = v.shape[3] if call.forms[1] is None else call.forms[1].width
-    sources = call.sources(k, v, "ran the forward pass")
+    sources = call.sources(k, v, "ran the forward pass", agreed, mark)
     state: tuple[Tensor, Tensor] | None = None
     begun: list[Span] = []  # rows that have results
     if sinks is not None:  # a part of its own: one logit without a value
-        state = _empty(q, width, kind)
+        state = empty(q, width, kind)
         state[1].copy_(sinks[None, :, None].expand_as(state[1]))
-        begun = [(0, q.shape[2])]
+        begun = [] if call.whole else [(0, q.shape[2])]
     for source in sources:
         heads = slice(source.heads[0] * group, source.heads[1] * group)
         begun = [] if call.gathers else begun
         for block in source.blocks:
-            rows, keys = slice(*block.q.span), slice(*block.k.span)
+            work = call.work(block, heads)
+            rows, keys = work.rows, work.keys
             of_q, of_k, of_v = q[:, heads, rows], source.k[:, :, keys], source.v[:, :, keys]
-            args = call.placed(block, heads)
             again = any(start < rows.stop and rows.start < end for start, end in begun)
             begun.append(block.q.span)
-            if call.gathers and not again:
-                spans = [x.q.span for x in source.blocks]  # of packed members they may overlap
-                whole = schedule.covers(spans[:1] if call.packed else spans, q.shape[2])
-                state = state or _empty(q, width, kind, whole)
+            alone = state is None and of_q.shape == q.shape
+            if call.whole and not (again or alone):
+                state = state or empty(q, width, kind, call.covers(source, q.shape[2]))
                 place = state[0][:, heads, rows]
-                state[1][:, heads, rows].copy_(torch_ops.call_out(of_q, of_k, of_v, place, args))
+                state[1][:, heads, rows].copy_(torch_ops.call_out(of_q, of_k, of_v, place, work.args))
                 continue
-            if not call.gathers:
-                of_q, of_k, of_v = map(_widened, (of_q, of_k, of_v))
-            one = torch_ops.call(of_q, of_k, of_v, args)
-            if state is None and one[0].dtype is kind and one[0].shape[:3] == q.shape[:3]:
+            if not call.whole:
+                of_q, of_k, of_v = map(widened, (of_q, of_k, of_v))
+            one = attend(work, of_q, of_k, of_v)
+            if alone and one[0].dtype is kind:
                 state = one
                 continue
-            state = state or _empty(q, width, kind)
+            state = state or empty(q, width, kind)
             _join(state[0][:, heads, rows], state[1][:, heads, rows], one, again, call.gathers)
-    out, lse = state or _empty(q, width, kind)
+    if mark is not None and call.pairs:
+        mark.record()
+    out, lse = state or empty(q, width, kind)
     return out.to(q.dtype), lse
-
-
-def _empty(q: Tensor, width: int, kind: torch.dtype, written: bool = False) -> tuple[Tensor, Tensor]:
-    """The results of rows without keys, or room for those of all rows if each will be written."""
-    out, lse = empty_in_order_of(q, width, kind), q.new_empty(q.shape[:3], dtype=sums_of(q))
-    return (out, lse) if written else (out.zero_(), lse.fill_(-torch.inf))
 
 
 def _join(out: Tensor, lse: Tensor, one: tuple[Tensor, Tensor], again: bool, apart: bool) -> None:
@@ -333,12 +386,18 @@ def _join(out: Tensor, lse: Tensor, one: tuple[Tensor, Tensor], again: bool, apa
 
 
 def backward(
-    call: Call, given: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, needs: tuple[bool, ...]
+    call: Call,
+    given: tuple[Any, ...],
+    qkv: Sequence[Tensor],
+    needs: tuple[bool, ...],
+    agreed: Agreed,
+    mark: Any,
 ) -> list[Tensor | None]:
     """dq, dk, dv, dbias, dsinks; `given` are dout, dlse, out and lse of this rank's rows. dbias and dsinks
     are the shares of these rows: their sum over ranks is the gradient."""
+    q, k, v = qkv
     group, bias, sinks = q.shape[1] // max(1, k.shape[1]), call.args.bias, call.args.sinks
-    sources = call.sources(k, v, "ran the backward pass", backward=True)
+    sources = call.sources(k, v, "ran the backward pass", agreed, mark, backward=True)
     likes = [x if need else None for x, need in zip((q, k, v), needs[:3], strict=True)]
     made = [None if x is None or not call.gathers else torch.empty_like(x) for x in likes]
     dbias = torch.zeros_like(bias, dtype=sums_of(bias)) if bias is not None and needs[3] else None
@@ -360,7 +419,7 @@ def backward(
                 if total is not None:
                     total.add(part, 0, block.k.span[0])
             if dbias is not None:
-                place = tile(_heads_of(dbias, heads), *block.places)
+                place = tile(works.heads_of(dbias, heads), *block.places)
                 place += parts[3]
             del parts, part, total  # sums have them, and are not kept themselves
         if call.gathers and totals[0] is not None:
@@ -374,7 +433,7 @@ def backward(
     if not call.gathers:
         made = [None if total is None else total.whole() for total in totals]
     dbias = dbias if dbias is None else dbias.to(bias.dtype)  # type: ignore[union-attr]
-    return [*made, dbias, _sink_gradient(sinks, *given) if sinks is not None and needs[4] else None]
+    return [*made, dbias, works.sink_gradient(sinks, *given) if sinks is not None and needs[4] else None]
 
 
 def _of_block(
@@ -387,12 +446,11 @@ def _of_block(
     needs: tuple[bool, ...],
 ) -> tuple[Any, ...]:
     """Gradients of one block, of which q has the rows and `source` the keys."""
-    rows, keys = slice(*block.q.span), slice(*block.k.span)
-    dout, dlse, out, lse = (None if x is None else x[:, heads, rows] for x in given)
-    operands = [dout, q[:, heads, rows], source.k[:, :, keys], source.v[:, :, keys], out]
-    dout, of_q, of_k, of_v, out = map(_widened, operands)
-    args = call.placed(block, heads)._replace(sinks=None)
-    return differentiate((dout, dlse, out, lse), of_q, of_k, of_v, args, (*needs[:4], False))
+    work = call.work(block, heads)
+    dout, dlse, out, lse = (None if x is None else x[:, heads, work.rows] for x in given)
+    operands = [dout, q[:, heads, work.rows], source.k[:, :, work.keys], source.v[:, :, work.keys], out]
+    dout, of_q, of_k, of_v, out = map(widened, operands)
+    return differentiate(work, (dout, dlse, out, lse), of_q, of_k, of_v, (*needs[:4], False))
 
 
 class Attention(torch.autograd.Function):
@@ -400,75 +458,38 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, call: Call
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        sinks: Tensor | None,
+        call: Call,
+        agreed: Agreed,
+        number: int,
     ) -> tuple[Tensor, Tensor]:
-        if saved_hooks(False) is None:  # else K and V of the backward pass are made anew
-            call = replace(call, mark=call.team.new_mark(k))
-        out, lse = forward(call, q, k, v)
+        """`number` is that of the call, said in its handshake; 0: there was none."""
+        # With hooks, K and V of the backward pass are made anew.
+        mark = call.team.new_mark(k) if saved_hooks(False) is None else None
+        out, lse = forward(call, q, k, v, agreed, mark)
         ctx.save_for_backward(q, k, v, out, lse, bias, sinks)
         ctx.set_materialize_grads(False)
         if not (bias is sinks is None):
             call = replace(call, args=call.args._replace(bias=None, sinks=None))
-        ctx.call = call
+        ctx.how = call, number, mark
         return out, lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, bias, sinks = ctx.saved_tensors
-        call, needs = ctx.call, ctx.needs_input_grad[:5]
-        if call.said is not None:
+        (call, number, mark), needs = ctx.how, ctx.needs_input_grad[:5]
+        agreed: Agreed = nothing
+        if number:
             asked = sum(1 << i for i, need in enumerate(needs) if need)
-            begin(call.team, call.said | {"function": KINDS.index("backward"), "gradients": asked})()
+            said = {"function": KINDS.index("backward"), "number of the call": number, "gradients": asked}
+            agreed = begin(call.team, words_of(said))
         if not (bias is sinks is None):
             call = replace(call, args=call.args._replace(bias=bias, sinks=sinks))
         dout = torch.zeros_like(out) if dout is None else dout
-        return (*backward(call, (dout, dlse, out, lse), q, k, v, needs), None)
-
-
-def _widened(x: Any) -> Any:
-    """An operand of a block whose result is one of several to be added up."""
-    return x.float() if x.device.type == "cpu" and x.element_size() < 4 else x
-
-
-def _heads_of(x: Tensor, heads: slice) -> Tensor:
-    """A mask or a bias of some heads."""
-    return x if x.ndim < 3 or x.shape[-3] == 1 else x[..., heads, :, :]
-
-
-def tile(x: Any, rows: slice, keys: slice) -> Any:
-    """A mask or a bias of some rows and keys, where it does not broadcast."""
-    if x is not None and x.ndim and x.shape[-1] > 1:
-        x = x[..., keys]
-    return x[..., rows, :] if x is not None and x.ndim > 1 and x.shape[-2] > 1 else x
-
-
-def _lists_of(x: Tensor, each: int, rows: slice, keys: slice) -> dict[str, Any]:
-    """Interval lists of some rows and keys; where a list is of rows before these too, all become shorter."""
-    few = math.gcd(each, rows.start)
-    count = -(-(rows.stop - rows.start) // few)
-    own = x[:, :, rows.start // each :][:, :, :count]
-    if few < each:
-        at = (torch.arange(count, device=x.device) * few + rows.start) // each
-        own = x.index_select(2, at)
-    return {"intervals": (own - keys.start).clamp(0, keys.stop - keys.start), "interval_rows": few}
-
-
-def of_heads(args: Arguments, heads: slice) -> Arguments:
-    """The arguments of a call of some query heads."""
-    own: dict[str, Any] = {
-        n: _heads_of(x, heads) for n in ("mask", "bias") if (x := getattr(args, n)) is not None
-    }
-    own |= {n: x[..., heads] for n in ("alibi_slopes", "sinks") if (x := getattr(args, n)) is not None}
-    if args.intervals is not None and args.intervals.shape[1] > 1:
-        own["intervals"] = args.intervals[:, heads]
-    return args._replace(**own) if own else args
-
-
-def _sink_gradient(sinks: Tensor, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor) -> Tensor:
-    """-Σ exp(sink - lse)·delta over batch entries and rows, delta = Σ dout·out - dlse."""
-    kind = lse.dtype
-    delta = (dout.to(kind) * out.to(kind)).sum(-1)
-    delta = delta if dlse is None else delta - dlse
-    weight = torch.exp(sinks.to(kind)[None, :, None] - lse)
-    return -torch.where(lse == -torch.inf, 0.0, weight * delta).sum((0, 2)).to(sinks.dtype)
+        return (*backward(call, (dout, dlse, out, lse), (q, k, v), needs, agreed, mark), None, None, None)

@@ -2,18 +2,20 @@
 
 A sequence of N rows is cut into n chunks, chunk i being rows [i·N // n, (i + 1)·N // n). "contiguous" gives
 rank r of W chunk r of W; "zigzag" gives it chunks r and 2W - 1 - r of 2W, so that every rank has the same
-work under a causal mask. Of packed members "zigzag" cuts as few as balance the ranks, the longest ones; all
-others are an early chunk that is whole. A rank holds the chunks of one member and then those of the next. A
-call is W steps: in step t rank r reads keys of rank r - t, which it asked for one step earlier. Keys that no
-row sees are in no step: they are neither sent nor computed with.
+work under a causal mask. Of packed members "zigzag" cuts as few as balance the ranks, the longest ones, and
+of two ranks a single one into one part each where that does; all others are an early chunk that is whole. A
+rank holds the chunks of one member and then those of the next. A call is W steps: in step t rank r reads keys
+of rank r - t, which it asked for one step earlier. Keys that no row sees are in no step: they are neither
+sent nor computed with.
 
 Source: Liu et al., Ring Attention with Blockwise Transformers (2023); Brandon et al., Striped Attention
 (2023); the zigzag order of zhuzilin's ring-flash-attention (2024)."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise, product
 from typing import NamedTuple
 
@@ -25,6 +27,7 @@ ORDERS = ("zigzag", "contiguous")
 Span = tuple[int, int]  # [start, end)
 _NONE: Span = (0, 0)
 MOST_WORK = 1.02  # of the busiest rank beside the mean, where packed members are dealt
+TWO_PARTS = 8, 9, 7, 10, 6, 11, 5, 12, 4, 13, 3, 14, 2  # sixteenths of a member that one of two ranks has
 
 
 class Chunk(NamedTuple):
@@ -57,23 +60,24 @@ _KEPT_SPANS = 4096
 _spans: dict[int, tuple[Chunk, Span]] = {}  # every layer of a model asks; what is kept has one id
 
 
-class Runs(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Runs:
     """Rows [start, end) of a shard, run for run as they are sent, int64; neighbours are one run."""
 
     starts: np.ndarray
     ends: np.ndarray
 
-    @property
+    @cached_property
     def rows(self) -> int:
         """How many there are."""
         return int((self.ends - self.starts).sum())
 
-    @property
+    @cached_property
     def first(self) -> int:
         """The first of them."""
         return int(self.starts[0]) if len(self.starts) else 0
 
-    @property
+    @cached_property
     def slice(self) -> slice | None:
         """The rows, if they are one run or none."""
         if len(self.starts) > 1:
@@ -154,8 +158,8 @@ def _cuts(lengths: tuple[int, ...], count: int, order: str) -> np.ndarray:
     if n == count or np.count_nonzero(sizes) < 2:
         return even
     by_length, best, least = np.argsort(-sizes, kind="stable"), even, np.inf
-    for cut in (0, *(1 << i for i in range(len(lengths).bit_length())), len(lengths)):
-        cuts, busiest = _dealt(even, by_length, cut, count)
+    for given, cut in _tries(even, int(by_length[0]), count):
+        cuts, busiest = _dealt(given, by_length, cut, count)
         if busiest < least:
             best, least = cuts, busiest
         if least <= MOST_WORK * (sizes.astype(np.float64) ** 2).sum() / count:
@@ -163,15 +167,28 @@ def _cuts(lengths: tuple[int, ...], count: int, order: str) -> np.ndarray:
     return best
 
 
-def _dealt(even: np.ndarray, by_length: np.ndarray, cut: int, count: int) -> tuple[np.ndarray, float]:
-    """Chunks of which the `cut` longest members have even ones, while each other member is the early chunk of
-    the rank with the least causal work among those with room for it, and where none has, those of several
+def _tries(even: np.ndarray, longest: int, count: int) -> Iterator[tuple[np.ndarray, int]]:
+    """Chunks of the longest members, and how many of these are cut: none; of two ranks the longest one, its
+    first rows going to one of them and all others to the other; 1, 2, 4, ... of them, into even chunks."""
+    yield even, 0
+    for share in TWO_PARTS if count == 2 else ():
+        parts, rows = even.copy(), even[-1, longest]
+        parts[1:, longest] = first, *_ = rows * share // 16, rows, rows, rows
+        if 2 * max(first, rows - first) <= even[-1].sum():  # no more than a rank holds
+            yield parts, 1
+    members = even.shape[1]
+    yield from ((even, cut) for cut in (*(1 << i for i in range(members.bit_length())), members))
+
+
+def _dealt(given: np.ndarray, by_length: np.ndarray, cut: int, count: int) -> tuple[np.ndarray, float]:
+    """Chunks of which the `cut` longest members have given ones, while each other member is the early chunk
+    of the rank with the least causal work among those with room for it, and where none has, those of several
     ranks; and the work of the busiest rank, in squares of rows."""
-    cuts, sizes = even.copy(), even[-1]
+    cuts, sizes = given.copy(), given[-1]
     work, held = np.zeros(count), np.zeros(count, np.int64)
     for rank in range(count):
         for i in (rank, 2 * count - 1 - rank):
-            start, end = even[i, by_length[:cut]].astype(np.float64), even[i + 1, by_length[:cut]]
+            start, end = given[i, by_length[:cut]].astype(np.float64), given[i + 1, by_length[:cut]]
             work[rank] += (end**2.0 - start**2).sum()
             held[rank] += int((end - start).sum())
     room = (np.arange(count) + int(sizes.sum())) // count - held
@@ -300,7 +317,11 @@ def rows_of(first: np.ndarray, lens: np.ndarray) -> np.ndarray:
 @lru_cache(maxsize=1024)
 def blocks(q: Shards, k: Shards, q_shard: int, k_shard: int, sight: Sight) -> tuple[Block, ...]:
     """Blocks of keys that the rows of a shard see of the keys of another."""
-    pairs = product(q.chunks(q_shard), k.chunks(k_shard))
+    return blocks_of(product(q.chunks(q_shard), k.chunks(k_shard)), sight)
+
+
+def blocks_of(pairs: Iterable[tuple[Chunk, Chunk]], sight: Sight) -> tuple[Block, ...]:
+    """Chunks of rows and of keys as blocks, as few as can be."""
     joined: list[Block] = []
     for block in (_block(a, b, sight) for a, b in pairs):
         while (

@@ -68,15 +68,19 @@ class Sum:
         """The sum, of the dtype of what it is like, in the memory of a part that has all heads and rows, if
         there is one."""
         like = self._like
-        into = next((x for x, _, _ in self._parts if x.shape == like.shape and x.dtype is like.dtype), None)
+        alike = (x for x, _, _ in self._parts if x.shape == like.shape and x.dtype is like.dtype)
+        into = next((x for x in alike if x.nbytes == x.untyped_storage().nbytes()), None)
         into = torch.empty_like(like) if into is None else into
         self.read(into)
         return into
 
-    def pour(self, into: Sum, head: int, row: int) -> None:
-        """Adds all parts to a sum of more heads and rows."""
-        for part, (h, _), (r, _) in self._parts:
-            into.add(part, head + h, row + r)
+    def pour(self, into: Sum, head: int, row: int, rows: Span | None = None) -> None:
+        """Adds all parts, or these rows of them, to a sum whose `head` and `row` are the first ones here."""
+        for part, (h, _), (start, end) in self._parts:
+            first, last = (start, end) if rows is None else (max(start, rows[0]), min(end, rows[1]))
+            if first < last:
+                at = row + first - (0 if rows is None else rows[0])
+                into.add(part[:, :, first - start : last - start], head + h, at)
 
 
 def _meet(a: Span, b: Span) -> bool:

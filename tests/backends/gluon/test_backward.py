@@ -58,8 +58,10 @@ def test_what_it_refuses_or_leaves_in_words():
     assert "dtype" in why(dtype=torch.float32)
     assert "q_offset: not known" in why(causal=True, q_offset=ints)
     assert "costs as much as 128" in why(dims=72)
-    assert "128 tiles of 128 keys leave some of 132 cores idle" in why(batch=1)
-    assert gradients(batch=1, keys=4096 + 128).backend == "gluon"  # 4 heads of 33
+    assert "128 tiles of 128 keys leave too many of 132 cores idle" in why(batch=1, dims=64)
+    assert gradients(batch=1, dims=64, keys=4096 + 128).backend == "gluon"  # 4 heads of 33
+    assert "64 tiles of 128 keys leave too many of 132 cores idle" in why(batch=1, dims=128, keys=2048)
+    assert gradients(batch=1, dims=128, keys=2048 + 128).backend == "gluon"  # 4 heads of 17
     assert gradients(batch=1, heads=8).backend == "gluon"
 
 
