@@ -79,7 +79,18 @@ def in_python() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(places, "gl", language)
         patch.setattr(schedule, "gl", language)
-        for name in ("find_member", "span", "load_own", "band", "stand"):
+        for name in (
+            "find_member",
+            "span",
+            "spans",
+            "load_own",
+            "band",
+            "stand",
+            "stand_in",
+            "first_row",
+            "tile_of",
+            "tile_in",
+        ):
             patch.setattr(places, name, getattr(places, name).fn)
         yield
 
@@ -105,7 +116,7 @@ def launched(case: Case, block_m: int, block_n: int) -> tuple[SimpleNamespace, .
     left = case.window[0] is not None
     c = SimpleNamespace(
         BLOCK_M=block_m, BLOCK_N=block_n, HAS_RIGHT=how.bounded, HAS_LEFT=left, BELOW=left or case.start > 0,
-        SHORT=case.lens is not None, OWN=how.own, PACKED=False, ALIBI=False,
+        SHORT=case.lens is not None, OWN=how.own, PACKED=False, ALIBI=False, SPARE=False,
     )  # fmt: skip
     n = SimpleNamespace(
         num_heads=1, seqlen_q=case.rows, seqlen_k=case.keys, offset=how.right, left=how.left, members=None

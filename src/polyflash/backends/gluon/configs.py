@@ -59,7 +59,7 @@ class ForwardConfig:
     block_n: int = option(64, 128, switched=())
     num_stages: int = option(2, 3, default=2, switched=())
     order: str = option("counter", "zigzag", "tiles", default="counter", tuned=("counter", "zigzag", "tiles"))
-    heads: int = option(1, 2, 4, 8, default=4, tuned=(1, 4, 8))
+    heads: int = option(1, 2, 4, 8, 16, 32, 64, default=4, tuned=(1, 4, 8))
     turns: bool = flag(True, tuned=(True, False))
     pinned: str = option("", "maxima", "softmax", default="", tuned=("", "maxima", "softmax"))
     late_sum: bool = flag(True, tuned=(True, False))

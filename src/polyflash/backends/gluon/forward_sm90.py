@@ -52,6 +52,7 @@ from polyflash.backends.gluon.channel import (
     take_turn,
     tell,
     told,
+    told_member,
     values_of,
 )
 from polyflash.backends.gluon.mending import (
@@ -62,8 +63,18 @@ from polyflash.backends.gluon.mending import (
     store_marks,
 )
 from polyflash.backends.gluon.parts import awaited, finish, no_sums, rescale, scores_of, weighted
-from polyflash.backends.gluon.places import BELOW, BOTH, NONE, apply_mask, place_of, rows_seen
-from polyflash.backends.gluon.schedule import fixed_tile, key_blocks, tile_of
+from polyflash.backends.gluon.places import (
+    BELOW,
+    BOTH,
+    NONE,
+    apply_mask,
+    member_of,
+    place_in,
+    place_of,
+    rows_seen,
+    tile_in,
+)
+from polyflash.backends.gluon.schedule import consumer_row, first_row, fixed_tile, key_blocks, tile_of
 from polyflash.backends.gluon.scores import change_scores
 from polyflash.backends.gluon.shim import accumulator, held, packed, pinned, stored
 from polyflash.backends.gluon.softmax import LOWEST, SUMS, new_maxima, online_softmax, store_lse
@@ -108,6 +119,7 @@ class Numbers(NamedTuple):
     left: Any  # and from i + left on; None without HAS_LEFT
     factor: Any  # of scores in an exponent of 2
     members: Any  # packed; else None
+    spare: Any  # see schedule.py; None without SPARE
     into_cap: Any  # what makes a product of q and k a part of softcap; None without one
     softcap: Any
     position: Any  # of row 0 among the keys, as far as they reach, and how much further; None without ALIBI
@@ -135,6 +147,7 @@ class Constants(NamedTuple):
     ALIBI: bool = False  # and so they are less what distance costs
     WHOLE: bool = False  # rows see every key of every block
     COUNTED: bool = False  # the next tile comes from a counter in global memory
+    SPARE: bool = False  # see schedule.py
     EARLY: bool = False  # consumers find the next tile beside the last product of this one
     HEADS: int = 4  # see schedule.py
     TURNS: bool = True
@@ -167,6 +180,24 @@ def take_tile(i_round, board, t, n, c):
     else:
         i_t = fixed_tile(i_round + 1, gl.program_id(0), gl.num_programs(0))
     return i_t
+
+
+@gluon.jit
+def take_member(i_round, board, t, n, c):
+    """The same with its packed member; tiles without rows are nobody's."""
+    i_t = gl.atomic_add(t.words + NEXT, 1, sem="relaxed") + gl.num_programs(0)
+    member = member_of(i_t, t, n, c)
+    while (i_t < n.total) and is_empty(i_t, member, n, c):
+        i_t = gl.atomic_add(t.words + NEXT, 1, sem="relaxed") + gl.num_programs(0)
+        member = member_of(i_t, t, n, c)
+    tell(board, i_round, i_t, member)
+    return i_t, member
+
+
+@gluon.jit
+def is_empty(i_t, member, n, c):
+    _, i_m = tile_of(i_t, n, c.HEADS, c.HAS_RIGHT)
+    return tile_in(i_m, member, c) * c.BLOCK_M >= member[2]
 
 
 @gluon.jit
@@ -211,15 +242,19 @@ def load_tiles(q, k, v, ring, rows, board, t, n, c, i_n, i_round, MENDING: gl.co
     """Producer: K and V of every block into the ring, and Q of every tile once its first keys are asked
     for."""
     EARLY: gl.constexpr = c.EARLY and not MENDING
+    KNOWN: gl.constexpr = EARLY and c.PACKED
     i_last = n.total
     i_t = first_tile(t, n, MENDING, c)
+    if KNOWN:
+        member = member_of(i_t, t, n, c)
     while i_t < n.total:
         if not MENDING:
             gl.store(t.own + i_t, i_last)
             i_last = i_t
         i_bh, i_m = tile_of(i_t, n, c.HEADS, c.HAS_RIGHT)
-        place = place_of(i_bh, i_m, t, n, c)
-        end, count, _, _ = key_blocks(place.i_m * c.BLOCK_M, 0, place, c, c.BLOCK_M)
+        place = place_in(i_m, member, t, n, c) if KNOWN else place_of(i_bh, i_m, t, n, c)
+        first = first_row(place.i_m, n, c)
+        end, count, _, _ = key_blocks(first, 0, place, c, c.BLOCK_M)
         i_b, i_h = i_bh // n.num_heads, i_bh % n.num_heads
         for j in range(count):
             slot, at = i_n % c.STAGES, (i_b, i_h // n.group, place.first_k + (end - 1 - j) * c.BLOCK_N)
@@ -230,11 +265,14 @@ def load_tiles(q, k, v, ring, rows, board, t, n, c, i_n, i_round, MENDING: gl.co
                     i_q = rows_number(i_round, i, c)
                     i_slot = i_q % c.ROW_SLOTS
                     mbarrier.wait(rows.free.index(i_slot), phase(i_q, c.ROW_SLOTS) ^ 1)
-                    at_q = i_b, i_h, place.first_q + place.i_m * c.BLOCK_M + i * 64
+                    at_q = i_b, i_h, place.first_q + consumer_row(first, i, n, c)
                     load_slot(q, at_q, rows.full.index(i_slot), rows.q, i_slot, c)
             if EARLY:  # noqa: SIM102  a branch of the compiler, then one of the kernel
                 if j == count - 1:
-                    i_t = take_tile(i_round, board, t, n, c)
+                    if KNOWN:
+                        i_t, member = take_member(i_round, board, t, n, c)
+                    else:
+                        i_t = take_tile(i_round, board, t, n, c)
             acquire_values(i_n, c)
             load_slot(v, at, ring.v_full.index(slot), ring.v, slot, c)
             i_n += 1
@@ -330,20 +368,25 @@ def attend_tiles(out, ring, rows, board, t, n, c, i_n, i_round, WG: gl.constexpr
     row: gl.constexpr = gl.SliceLayout(1, accumulator(c.BLOCK_N))
     DTYPE: gl.constexpr = out[0].dtype
     EARLY: gl.constexpr = c.EARLY and not MENDING
+    KNOWN: gl.constexpr = EARLY and c.PACKED
     i_t = first_tile(t, n, MENDING, c)
     i_bh, i_m = tile_of(i_t, n, c.HEADS, c.HAS_RIGHT)
+    if KNOWN:
+        member = member_of(i_t, t, n, c)
     while i_t < n.total:
         if not EARLY:
             i_bh, i_m = tile_of(i_t, n, c.HEADS, c.HAS_RIGHT)
-        place = place_of(i_bh, i_m, t, n, c)
-        first = place.i_m * c.BLOCK_M
-        i_row = first + WG * 64
+        place = place_in(i_m, member, t, n, c) if KNOWN else place_of(i_bh, i_m, t, n, c)
+        first = first_row(place.i_m, n, c)
+        i_row = consumer_row(first, WG, n, c)
         tile_end, tile_count, _, _ = key_blocks(first, 0, place, c, c.BLOCK_M)
         end, count, masked, bare = key_blocks(i_row, tile_end - tile_count, place, c, 64)
         o_row = i_row + gl.arange(0, 64, layout=row)
         p_marks = t.marks + i_bh.to(gl.int64) * n.num_tiles * c.BLOCK_M + o_row
         if c.PACKED:
             p_marks += (i_m - place.i_m) * c.BLOCK_M
+        if c.SPARE:
+            p_marks += i_m * c.BLOCK_M + WG * 64 - i_row
         seen = rows_seen(o_row, p_marks, i_bh % n.num_heads, place, t, n, c, MENDING)
         i_q = rows_number(i_round, WG, c)
         i_slot = i_q % c.ROW_SLOTS
@@ -370,7 +413,10 @@ def attend_tiles(out, ring, rows, board, t, n, c, i_n, i_round, WG: gl.constexpr
             clean_values(ring, i_n - 1, c)
         acc = weighted(acc, b_pairs, values_of(ring, i_n - 1, c), c)
         if EARLY:  # no branch, so beside a product
-            i_t = next_tile(i_t, i_round, board, t, n, c, MENDING)
+            if KNOWN:
+                i_t, member = told_member(board, i_round)
+            else:
+                i_t = next_tile(i_t, i_round, board, t, n, c, MENDING)
             i_next = tile_of(i_t, n, c.HEADS, c.HAS_RIGHT)
         i_b = held(i_bh // n.num_heads)
         at = i_b, i_bh - i_b * n.num_heads
@@ -428,7 +474,8 @@ def start_roles(q, k, v, out, t, n, c):
     b_k, b_v = slots(k, c.STAGES, c.BLOCK_N, c), slots(v, c.STAGES, c.BLOCK_N, c)
     ring = Ring(b_k, b_v, barriers(c.STAGES, 1), barriers(c.STAGES, 1))
     if c.COUNTED:
-        tile = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        WORDS: gl.constexpr = 6 if c.EARLY and c.PACKED else 1
+        tile = gl.allocate_shared_memory(gl.int32, [2 * WORDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         board = Board(tile, barriers(2, 1), barriers(2, c.CONSUMERS))
     else:
         board = Board(ring.k_full, ring.k_full, ring.k_full)
