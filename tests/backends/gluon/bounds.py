@@ -79,7 +79,8 @@ def in_python() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(places, "gl", language)
         patch.setattr(schedule, "gl", language)
-        for name in (
+        patch.setattr(schedule, "tile_of", schedule.tile_of.fn)
+        used = (
             "find_member",
             "span",
             "spans",
@@ -87,10 +88,10 @@ def in_python() -> Iterator[None]:
             "band",
             "stand",
             "stand_in",
-            "first_row",
-            "tile_of",
+            "tile_in_order",
             "tile_in",
-        ):
+        )
+        for name in used:
             patch.setattr(places, name, getattr(places, name).fn)
         yield
 
@@ -116,7 +117,7 @@ def launched(case: Case, block_m: int, block_n: int) -> tuple[SimpleNamespace, .
     left = case.window[0] is not None
     c = SimpleNamespace(
         BLOCK_M=block_m, BLOCK_N=block_n, HAS_RIGHT=how.bounded, HAS_LEFT=left, BELOW=left or case.start > 0,
-        SHORT=case.lens is not None, OWN=how.own, PACKED=False, ALIBI=False, SPARE=False,
+        SHORT=case.lens is not None, OWN=how.own, PACKED=False, ALIBI=False,
     )  # fmt: skip
     n = SimpleNamespace(
         num_heads=1, seqlen_q=case.rows, seqlen_k=case.keys, offset=how.right, left=how.left, members=None

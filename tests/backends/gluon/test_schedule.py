@@ -13,10 +13,9 @@ import pytest
 pytest.importorskip("triton.experimental.gluon")
 
 from polyflash.backends.gluon import mending, places, schedule
-from polyflash.backends.gluon.forward import spare_of
 from polyflash.backends.gluon.places import Place
 from polyflash.backends.gpu.launch import tile_count
-from tests.backends.gluon.bounds import Case, Memory, cases, divided, in_python, launched, packed_calls
+from tests.backends.gluon.bounds import Memory, cases, divided, in_python, launched, packed_calls
 from tests.chosen import chosen
 
 CORES = 132
@@ -65,6 +64,20 @@ def test_every_tile_is_walked_once(planes: int, num_tiles: int, cores: int):
         for walks in (fixed(total, programs), counted(total, programs, most)):
             tiles = [tile_of(i_t, n, heads, causal) for walk in walks for i_t in walk]
             assert sorted(tiles) == wanted, (programs, most, causal)
+
+
+@pytest.mark.parametrize(
+    "planes, size, heads", [(512, 1 << 18, 64), (48, 1 << 20, 16), (12, 1, 4), (7, 1, 1)]
+)
+def test_a_power_of_two_of_heads_is_in_the_same_order(planes: int, size: int, heads: int):
+    """As if it were compiled in; K and V of a group have room in the L2 cache."""
+    n = divided(7, log_heads=schedule.log_heads_of(planes, size))
+    assert 1 << n.log_heads == heads and planes % heads == 0 and heads * size <= 16 << 20
+    for causal in (False, True):
+        found, wanted = (SimpleNamespace(HEADS=x, HAS_RIGHT=causal) for x in (0, heads))
+        for i_t in range(7 * planes):
+            tile = schedule.tile_in_order.fn(i_t, n, found)
+            assert tile == schedule.tile_in_order.fn(i_t, n, wanted) == tile_of(i_t, n, heads, causal)
 
 
 @pytest.mark.parametrize("planes, most, heads", [(10, 1, 1), (10, 4, 2), (12, 8, 6), (16, 8, 8), (7, 8, 7)])
@@ -160,32 +173,6 @@ def test_blocks_hold_what_rows_see(place_of, block_m: int, block_n: int):
                 hold_blocks(case, place, c, range(first, first + 64), own)
 
 
-@pytest.mark.parametrize("rows", [1, 64, 65, 128, 192, 193, 1000, 1024, 4096])
-def test_tiles_end_where_rows_do(place_of, rows: int):
-    """With rows to spare every row is one consumer's, the others have none, and blocks hold what rows see."""
-    for keys in (rows, rows + 77, max(rows - 70, 1)):
-        case = Case(rows, keys, True)
-        t, n, c = launched(case, 192, 128)
-        tiles = -(-rows // 192)
-        c.SPARE, n.num_tiles, n.spare = True, tiles, spare_of(tiles, rows, 192)
-        assert 0 <= n.spare < 192 and n.spare % 64 == 0 and tiles * 192 - n.spare - rows < 64
-        found = []
-        for i_m in range(tiles):
-            place = place_of(0, i_m, t, n, c)
-            first = schedule.first_row.fn(place.i_m, n, c)
-            tile = key_blocks(first, 0, place, c, 192)
-            for i in range(3):
-                i_row = schedule.consumer_row.fn(first, i, n, c)
-                found.append(i_row)
-                own = key_blocks(i_row, tile[0] - tile[1], place, c, 64)
-                assert own[0] <= tile[0] and own[0] - own[1] >= tile[0] - tile[1], (case, i_row)
-                if i_row < rows:
-                    hold_blocks(case, place, c, range(i_row, i_row + 64), own)
-                else:
-                    assert own[:3] == (1, 1, 1), (case, i_row)
-        assert sorted(found) == list(range(0, tiles * 192, 64))
-
-
 def hold_blocks(case, place, c, rows: range, blocks: tuple[int, int, int, int]) -> None:
     """Blocks that these rows walk hold what they see."""
     end, count, masked, bare = blocks
@@ -234,7 +221,7 @@ def test_packed_tiles_hold_every_row_once(place_of, block_m: int):
         )
         c = SimpleNamespace(
             BLOCK_M=block_m, BLOCK_N=128, PACKED=True, SHORT=True, OWN=True, HAS_RIGHT=True, HAS_LEFT=False,
-            BELOW=False, ALIBI=False, SPARE=False, HEADS=1,
+            BELOW=False, ALIBI=False, HEADS=1,
         )  # fmt: skip
         found: dict[int, tuple[int, int, int]] = {}
         tiles, _ = tile_count(total_q, block_m, len(rows), True)

@@ -74,7 +74,7 @@ from polyflash.backends.gluon.places import (
     rows_seen,
     tile_in,
 )
-from polyflash.backends.gluon.schedule import consumer_row, first_row, fixed_tile, key_blocks, tile_of
+from polyflash.backends.gluon.schedule import fixed_tile, key_blocks, tile_in_order
 from polyflash.backends.gluon.scores import change_scores
 from polyflash.backends.gluon.shim import accumulator, held, packed, pinned, stored
 from polyflash.backends.gluon.softmax import LOWEST, SUMS, new_maxima, online_softmax, store_lse
@@ -119,7 +119,7 @@ class Numbers(NamedTuple):
     left: Any  # and from i + left on; None without HAS_LEFT
     factor: Any  # of scores in an exponent of 2
     members: Any  # packed; else None
-    spare: Any  # see schedule.py; None without SPARE
+    log_heads: Any  # of heads side by side; None where HEADS are compiled in
     into_cap: Any  # what makes a product of q and k a part of softcap; None without one
     softcap: Any
     position: Any  # of row 0 among the keys, as far as they reach, and how much further; None without ALIBI
@@ -147,9 +147,8 @@ class Constants(NamedTuple):
     ALIBI: bool = False  # and so they are less what distance costs
     WHOLE: bool = False  # rows see every key of every block
     COUNTED: bool = False  # the next tile comes from a counter in global memory
-    SPARE: bool = False  # see schedule.py
     EARLY: bool = False  # consumers find the next tile beside the last product of this one
-    HEADS: int = 4  # see schedule.py
+    HEADS: int = 4  # see schedule.py; 0: as `n` has it
     TURNS: bool = True
     PINNED: str = ""  # what is complete before the product beside it is waited for
     LATE_SUM: bool = False  # weights of a row are added up across threads behind the last block
@@ -196,7 +195,7 @@ def take_member(i_round, board, t, n, c):
 
 @gluon.jit
 def is_empty(i_t, member, n, c):
-    _, i_m = tile_of(i_t, n, c.HEADS, c.HAS_RIGHT)
+    _, i_m = tile_in_order(i_t, n, c)
     return tile_in(i_m, member, c) * c.BLOCK_M >= member[2]
 
 
@@ -251,10 +250,9 @@ def load_tiles(q, k, v, ring, rows, board, t, n, c, i_n, i_round, MENDING: gl.co
         if not MENDING:
             gl.store(t.own + i_t, i_last)
             i_last = i_t
-        i_bh, i_m = tile_of(i_t, n, c.HEADS, c.HAS_RIGHT)
+        i_bh, i_m = tile_in_order(i_t, n, c)
         place = place_in(i_m, member, t, n, c) if KNOWN else place_of(i_bh, i_m, t, n, c)
-        first = first_row(place.i_m, n, c)
-        end, count, _, _ = key_blocks(first, 0, place, c, c.BLOCK_M)
+        end, count, _, _ = key_blocks(place.i_m * c.BLOCK_M, 0, place, c, c.BLOCK_M)
         i_b, i_h = i_bh // n.num_heads, i_bh % n.num_heads
         for j in range(count):
             slot, at = i_n % c.STAGES, (i_b, i_h // n.group, place.first_k + (end - 1 - j) * c.BLOCK_N)
@@ -265,7 +263,7 @@ def load_tiles(q, k, v, ring, rows, board, t, n, c, i_n, i_round, MENDING: gl.co
                     i_q = rows_number(i_round, i, c)
                     i_slot = i_q % c.ROW_SLOTS
                     mbarrier.wait(rows.free.index(i_slot), phase(i_q, c.ROW_SLOTS) ^ 1)
-                    at_q = i_b, i_h, place.first_q + consumer_row(first, i, n, c)
+                    at_q = i_b, i_h, place.first_q + place.i_m * c.BLOCK_M + i * 64
                     load_slot(q, at_q, rows.full.index(i_slot), rows.q, i_slot, c)
             if EARLY:  # noqa: SIM102  a branch of the compiler, then one of the kernel
                 if j == count - 1:
@@ -370,23 +368,21 @@ def attend_tiles(out, ring, rows, board, t, n, c, i_n, i_round, WG: gl.constexpr
     EARLY: gl.constexpr = c.EARLY and not MENDING
     KNOWN: gl.constexpr = EARLY and c.PACKED
     i_t = first_tile(t, n, MENDING, c)
-    i_bh, i_m = tile_of(i_t, n, c.HEADS, c.HAS_RIGHT)
+    i_bh, i_m = tile_in_order(i_t, n, c)
     if KNOWN:
         member = member_of(i_t, t, n, c)
     while i_t < n.total:
         if not EARLY:
-            i_bh, i_m = tile_of(i_t, n, c.HEADS, c.HAS_RIGHT)
+            i_bh, i_m = tile_in_order(i_t, n, c)
         place = place_in(i_m, member, t, n, c) if KNOWN else place_of(i_bh, i_m, t, n, c)
-        first = first_row(place.i_m, n, c)
-        i_row = consumer_row(first, WG, n, c)
+        first = place.i_m * c.BLOCK_M
+        i_row = first + WG * 64
         tile_end, tile_count, _, _ = key_blocks(first, 0, place, c, c.BLOCK_M)
         end, count, masked, bare = key_blocks(i_row, tile_end - tile_count, place, c, 64)
         o_row = i_row + gl.arange(0, 64, layout=row)
         p_marks = t.marks + i_bh.to(gl.int64) * n.num_tiles * c.BLOCK_M + o_row
         if c.PACKED:
             p_marks += (i_m - place.i_m) * c.BLOCK_M
-        if c.SPARE:
-            p_marks += i_m * c.BLOCK_M + WG * 64 - i_row
         seen = rows_seen(o_row, p_marks, i_bh % n.num_heads, place, t, n, c, MENDING)
         i_q = rows_number(i_round, WG, c)
         i_slot = i_q % c.ROW_SLOTS
@@ -417,7 +413,7 @@ def attend_tiles(out, ring, rows, board, t, n, c, i_n, i_round, WG: gl.constexpr
                 i_t, member = told_member(board, i_round)
             else:
                 i_t = next_tile(i_t, i_round, board, t, n, c, MENDING)
-            i_next = tile_of(i_t, n, c.HEADS, c.HAS_RIGHT)
+            i_next = tile_in_order(i_t, n, c)
         i_b = held(i_bh // n.num_heads)
         at = i_b, i_bh - i_b * n.num_heads
         if c.LATE_SUM:

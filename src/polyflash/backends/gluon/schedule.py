@@ -12,11 +12,19 @@ from triton.experimental.gluon import language as gl
 
 KEYS: gl.constexpr = gl.constexpr(128)  # of a program that makes gradients, 64 per consumer
 ROWS: gl.constexpr = gl.constexpr(64)  # of a block that it walks over
+_GROUP_BYTES, _MOST_HEADS = 16 << 20, 64
 
 
 def heads_of(planes: int, most: int) -> int:
     """Heads of a group, so many at most, that divide them all: so a tile's place takes one division."""
     return next(heads for heads in range(most, 0, -1) if planes % heads == 0)
+
+
+def log_heads_of(planes: int, size: int) -> int:
+    """Of a group with a power of two of heads, each with so many bytes of keys and values, that have room in
+    the L2 cache while its tiles are made: the logarithm."""
+    most = max(min(_GROUP_BYTES // max(size, 1), _MOST_HEADS), 1).bit_length() - 1
+    return next(i for i in range(most, -1, -1) if planes % (1 << i) == 0)
 
 
 def inverse_of(num_tiles: int) -> tuple[int, int]:
@@ -38,20 +46,15 @@ def tile_of(i_t, n, heads, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
-def first_row(i_m, n, c):
-    """The first row of a tile. With SPARE a plane's last tile ends where its rows do, not its first one at 0:
-    tiles of more rows than a key block has keys then have fewer blocks under a causal mask."""
-    return i_m * c.BLOCK_M - n.spare if c.SPARE else i_m * c.BLOCK_M
-
-
-@gluon.jit
-def consumer_row(i_row, WG: gl.constexpr, n, c):
-    """The first row of a consumer whose tile begins at i_row; one that is not there for rows before 0."""
-    i_row += WG * 64
-    if c.SPARE:  # noqa: SIM102  a branch of the compiler, then one of the kernel
-        if i_row < 0:
-            i_row += n.num_tiles * c.BLOCK_M
-    return i_row
+def tile_in_order(i_t, n, c):
+    """The same of a forward call, whose heads may be a power of two that is not compiled in."""
+    if c.HEADS == 0:
+        i_r = i_t >> n.log_heads
+        i_g, i_m = tile_of(i_r, n, 1, c.HAS_RIGHT)
+        found = (i_g << n.log_heads) + i_t - (i_r << n.log_heads), i_m
+    else:
+        found = tile_of(i_t, n, c.HEADS, c.HAS_RIGHT)
+    return found
 
 
 @gluon.jit
