@@ -294,7 +294,7 @@ class Repeat:
 
     def __init__(self, launch: Launch, args: Arguments) -> None:
         self.packed = args.cu_seqlens_q is not None
-        none = dict.fromkeys(("page_table", "kv_lens", "cu_seqlens_q", "cu_seqlens_k"))
+        none: Any = dict.fromkeys(("page_table", "kv_lens", "cu_seqlens_q", "cu_seqlens_k"))
         self.launch, self.args = launch, args._replace(**none)
         self.replay: Replay | None = None
         self.recorded = False
