@@ -79,7 +79,6 @@ def in_python() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(places, "gl", language)
         patch.setattr(schedule, "gl", language)
-        patch.setattr(schedule, "tile_of", schedule.tile_of.fn)
         used = (
             "find_member",
             "span",
@@ -88,7 +87,7 @@ def in_python() -> Iterator[None]:
             "band",
             "stand",
             "stand_in",
-            "tile_in_order",
+            "tile_of",
             "tile_in",
         )
         for name in used:

@@ -66,20 +66,6 @@ def test_every_tile_is_walked_once(planes: int, num_tiles: int, cores: int):
             assert sorted(tiles) == wanted, (programs, most, causal)
 
 
-@pytest.mark.parametrize(
-    "planes, size, heads", [(512, 1 << 18, 64), (48, 1 << 20, 16), (12, 1, 4), (7, 1, 1)]
-)
-def test_a_power_of_two_of_heads_is_in_the_same_order(planes: int, size: int, heads: int):
-    """As if it were compiled in; K and V of a group have room in the L2 cache."""
-    n = divided(7, log_heads=schedule.log_heads_of(planes, size))
-    assert 1 << n.log_heads == heads and planes % heads == 0 and heads * size <= 16 << 20
-    for causal in (False, True):
-        found, wanted = (SimpleNamespace(HEADS=x, HAS_RIGHT=causal) for x in (0, heads))
-        for i_t in range(7 * planes):
-            tile = schedule.tile_in_order.fn(i_t, n, found)
-            assert tile == schedule.tile_in_order.fn(i_t, n, wanted) == tile_of(i_t, n, heads, causal)
-
-
 @pytest.mark.parametrize("planes, most, heads", [(10, 1, 1), (10, 4, 2), (12, 8, 6), (16, 8, 8), (7, 8, 7)])
 def test_the_longest_tiles_of_a_group_come_first(planes: int, most: int, heads: int):
     num_tiles, n = 9, divided(9)

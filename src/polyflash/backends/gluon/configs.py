@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from polyflash.backends.gpu.configs import check, flag, option, varied
 from polyflash.quant.scheme import Block, Codes, codes_of
-from polyflash.spec import LONG_ROWS, MANY_KEYS, SMALL_ROWS, Feature, Phase
+from polyflash.spec import MANY_KEYS, SMALL_ROWS, Feature, Phase
 from polyflash.target import release
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ CHANGES = frozenset({_F.SOFTCAP, _F.SINKS, _F.ALIBI})
 ROWS = 64  # of a consumer
 # By channels of a box, and with a causal mask: below, it is behind the Triton row, or nobody has measured.
 LEAST_KEYS = {64: 1024, 128: 1024, 192: 1024, 256: 1024}
-LEAST_CAUSAL = LEAST_KEYS | {64: 4096}
+LEAST_CAUSAL = LEAST_KEYS | {64: 2048}
 # The same of features, for packed members by their mean; what is not here is behind, or was not timed.
 LEAST_KEYS_OF: dict[tuple[Phase, int], dict[Feature, int]] = {
     (Phase.FORWARD, 64): {_F.ALIBI: 1024},
@@ -50,17 +50,16 @@ class ForwardConfig:
     """consumers: warpgroups of 64 rows that share a tile, beside the warp that loads. block_n: keys of a
     block. num_stages: slots of K and of V. order: "counter" gives a program that has none left the next tile
     from a counter in memory, "zigzag" walks a fixed list from alternate ends, "tiles" starts a program for
-    each. heads: so many heads' tiles are started side by side; 0: a power of two, as many as the L2 cache has
-    room for. turns: consumers take turns to issue products. pinned: the rows' maxima, or all of the softmax,
-    are complete before the product that runs beside it is waited for. late_sum and lazy_rescale as the Triton
-    engine's. shared_out: the output leaves through the memory of Q. apart: tiles with marks are mended in a
-    launch of its own."""
+    each. heads: so many heads' tiles are started side by side. turns: consumers take turns to issue products.
+    pinned: the rows' maxima, or all of the softmax, are complete before the product that runs beside it is
+    waited for. late_sum and lazy_rescale as the Triton engine's. shared_out: the output leaves through the
+    memory of Q. apart: tiles with marks are mended in a launch of its own."""
 
     consumers: int = option(2, 3, switched=())
     block_n: int = option(64, 128, switched=())
-    num_stages: int = option(2, 3, 4, default=2, switched=())
+    num_stages: int = option(2, 3, default=2, switched=())
     order: str = option("counter", "zigzag", "tiles", default="counter", tuned=("counter", "zigzag", "tiles"))
-    heads: int = option(0, 1, 2, 4, 8, 16, 32, 64, default=4, tuned=(0, 4, 8))
+    heads: int = option(1, 2, 4, 8, default=4, tuned=(1, 4, 8))
     turns: bool = flag(True, tuned=(True, False))
     pinned: str = option("", "maxima", "softmax", default="", tuned=("", "maxima", "softmax"))
     late_sum: bool = flag(True, tuned=(True, False))
@@ -96,9 +95,7 @@ class ForwardConfig:
 # (channels of a box, causal) -> config
 FORWARD: dict[tuple[int, bool], ForwardConfig] = {
     (64, False): ForwardConfig(3, 128, 3, pinned="maxima", lazy_rescale=True, apart=True),
-    (64, True): ForwardConfig(
-        3, 128, 3, heads=0, turns=False, pinned="maxima", lazy_rescale=True, apart=True
-    ),
+    (64, True): ForwardConfig(3, 128, 3, turns=False, pinned="maxima", lazy_rescale=True, apart=True),
     (128, False): ForwardConfig(2, 128, order="zigzag", heads=8, pinned="maxima"),
     (128, True): ForwardConfig(2, 128, heads=8, late_sum=False, lazy_rescale=True),
     (192, False): ForwardConfig(
@@ -111,8 +108,6 @@ FORWARD: dict[tuple[int, bool], ForwardConfig] = {
 
 
 BOUNDED_64 = ForwardConfig(2, 128, apart=True)  # where registers of three consumers do not suffice
-# Causal, of fewer rows than LONG_ROWS: tiles of 192 rows waste less of such blocks, and mend themselves.
-SHORT_64 = replace(FORWARD[64, True], block_n=64, apart=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,8 +170,6 @@ def choose_forward(spec: AttentionSpec, target: Target) -> ForwardConfig:
     config = FORWARD[box, spec.causal or not spec.features.isdisjoint(like_causal)]
     if box == 64 and not spec.features.isdisjoint(like_causal | {_F.SOFTCAP}):
         config = BOUNDED_64
-    elif box == 64 and spec.causal and spec.seqlen_q < LONG_ROWS:
-        config = SHORT_64
     counted = not spec.features.isdisjoint({_F.KV_LENS, _F.VARLEN}) and config.order == "zigzag"
     return replace(config, order="counter") if counted else config
 

@@ -13,7 +13,7 @@ import torch
 
 from polyflash.backends.gluon import configs, shim
 from polyflash.backends.gluon.forward_sm90 import Constants, Numbers, Tensors, attend_sm90
-from polyflash.backends.gluon.schedule import heads_of, inverse_of, log_heads_of
+from polyflash.backends.gluon.schedule import heads_of, inverse_of
 from polyflash.backends.gpu.launch import tile_count
 from polyflash.backends.gpu.numbers import LOG2E, SOFTCAPS, scale_of, sizes_of
 from polyflash.backends.gpu.views import FAR, NO_OPERANDS, View, operands_of
@@ -83,9 +83,6 @@ class Prepared:
         band = band_of(seqlen_q, k.shape[2], args)
         softcap, alibi = min(max(args.softcap, SOFTCAPS[0]), SOFTCAPS[1]), args.alibi_slopes is not None
         near, rest = position_of(seqlen_q, k.shape[2], args)
-        constants = constants_of(self.config, q, k, band, args)
-        size = 2 * k[0, 0].nbytes // (num_heads // k.shape[1])
-        log_heads = log_heads_of(batch * num_heads, size // (members if packed else 1))
         numbers = Numbers(
             num_heads=num_heads,
             group=num_heads // k.shape[1],
@@ -99,13 +96,13 @@ class Prepared:
             left=band.left,
             factor=LOG2E if args.softcap or alibi else scale_of(q.shape[3], args) * LOG2E,
             members=members if packed else None,
-            log_heads=None if constants.HEADS else log_heads,
             into_cap=scale_of(q.shape[3], args) / softcap if args.softcap else None,
             softcap=softcap if args.softcap else None,
             position=near if alibi else None,
             rest=rest if alibi else None,
             scale=scale_of(q.shape[3], args) if alibi else None,
         )
+        constants = constants_of(self.config, q, k, band, args)
         launches: tuple[Constants, ...] = (constants,)
         if self.config.apart:
             again = constants._replace(FIRST=False, COUNTED=False, EARLY=False)
@@ -142,7 +139,7 @@ def constants_of(config: Any, q: Tensor, k: Tensor, band: Band, args: Arguments)
         ALIBI=args.alibi_slopes is not None,
         COUNTED=counted,
         EARLY=config.shared_out or (bounds["SHORT"] and counted and config.consumers == 2),
-        HEADS=config.heads and heads_of(q.shape[0] * q.shape[1], config.heads),
+        HEADS=heads_of(q.shape[0] * q.shape[1], config.heads),
         TURNS=config.turns,
         PINNED=config.pinned,
         LATE_SUM=config.late_sum,

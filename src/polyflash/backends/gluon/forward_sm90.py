@@ -74,7 +74,7 @@ from polyflash.backends.gluon.places import (
     rows_seen,
     tile_in,
 )
-from polyflash.backends.gluon.schedule import fixed_tile, key_blocks, tile_in_order
+from polyflash.backends.gluon.schedule import fixed_tile, key_blocks, tile_of
 from polyflash.backends.gluon.scores import change_scores
 from polyflash.backends.gluon.shim import accumulator, held, packed, pinned, stored
 from polyflash.backends.gluon.softmax import LOWEST, SUMS, new_maxima, online_softmax, store_lse
@@ -119,7 +119,6 @@ class Numbers(NamedTuple):
     left: Any  # and from i + left on; None without HAS_LEFT
     factor: Any  # of scores in an exponent of 2
     members: Any  # packed; else None
-    log_heads: Any  # of heads side by side; None where HEADS are compiled in
     into_cap: Any  # what makes a product of q and k a part of softcap; None without one
     softcap: Any
     position: Any  # of row 0 among the keys, as far as they reach, and how much further; None without ALIBI
@@ -148,7 +147,7 @@ class Constants(NamedTuple):
     WHOLE: bool = False  # rows see every key of every block
     COUNTED: bool = False  # the next tile comes from a counter in global memory
     EARLY: bool = False  # consumers find the next tile beside the last product of this one
-    HEADS: int = 4  # see schedule.py; 0: as `n` has it
+    HEADS: int = 4  # see schedule.py
     TURNS: bool = True
     PINNED: str = ""  # what is complete before the product beside it is waited for
     LATE_SUM: bool = False  # weights of a row are added up across threads behind the last block
@@ -195,7 +194,7 @@ def take_member(i_round, board, t, n, c):
 
 @gluon.jit
 def is_empty(i_t, member, n, c):
-    _, i_m = tile_in_order(i_t, n, c)
+    _, i_m = tile_of(i_t, n, c.HEADS, c.HAS_RIGHT)
     return tile_in(i_m, member, c) * c.BLOCK_M >= member[2]
 
 
@@ -250,7 +249,7 @@ def load_tiles(q, k, v, ring, rows, board, t, n, c, i_n, i_round, MENDING: gl.co
         if not MENDING:
             gl.store(t.own + i_t, i_last)
             i_last = i_t
-        i_bh, i_m = tile_in_order(i_t, n, c)
+        i_bh, i_m = tile_of(i_t, n, c.HEADS, c.HAS_RIGHT)
         place = place_in(i_m, member, t, n, c) if KNOWN else place_of(i_bh, i_m, t, n, c)
         end, count, _, _ = key_blocks(place.i_m * c.BLOCK_M, 0, place, c, c.BLOCK_M)
         i_b, i_h = i_bh // n.num_heads, i_bh % n.num_heads
@@ -368,12 +367,12 @@ def attend_tiles(out, ring, rows, board, t, n, c, i_n, i_round, WG: gl.constexpr
     EARLY: gl.constexpr = c.EARLY and not MENDING
     KNOWN: gl.constexpr = EARLY and c.PACKED
     i_t = first_tile(t, n, MENDING, c)
-    i_bh, i_m = tile_in_order(i_t, n, c)
+    i_bh, i_m = tile_of(i_t, n, c.HEADS, c.HAS_RIGHT)
     if KNOWN:
         member = member_of(i_t, t, n, c)
     while i_t < n.total:
         if not EARLY:
-            i_bh, i_m = tile_in_order(i_t, n, c)
+            i_bh, i_m = tile_of(i_t, n, c.HEADS, c.HAS_RIGHT)
         place = place_in(i_m, member, t, n, c) if KNOWN else place_of(i_bh, i_m, t, n, c)
         first = place.i_m * c.BLOCK_M
         i_row = first + WG * 64
@@ -413,7 +412,7 @@ def attend_tiles(out, ring, rows, board, t, n, c, i_n, i_round, WG: gl.constexpr
                 i_t, member = told_member(board, i_round)
             else:
                 i_t = next_tile(i_t, i_round, board, t, n, c, MENDING)
-            i_next = tile_in_order(i_t, n, c)
+            i_next = tile_of(i_t, n, c.HEADS, c.HAS_RIGHT)
         i_b = held(i_bh // n.num_heads)
         at = i_b, i_bh - i_b * n.num_heads
         if c.LATE_SUM:

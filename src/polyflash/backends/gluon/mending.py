@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from polyflash.backends.gluon.channel import values_of
 from polyflash.backends.gluon.places import FAR
-from polyflash.backends.gluon.schedule import tile_in_order
+from polyflash.backends.gluon.schedule import tile_of
 from polyflash.backends.gluon.shim import accumulator, row_sum
 from polyflash.backends.gluon.softmax import LOWEST
 
@@ -30,7 +30,7 @@ def by_channel() -> Any:
 def is_marked(i_t, t, n, c):
     """Has a row of the tile a mark?"""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    i_bh, i_m = tile_in_order(i_t, n, c)
+    i_bh, i_m = tile_of(i_t, n, c.HEADS, c.HAS_RIGHT)
     p = t.marks + (i_bh.to(gl.int64) * n.num_tiles + i_m) * c.BLOCK_M
     found = 0
     for i in gl.static_range(c.CONSUMERS):

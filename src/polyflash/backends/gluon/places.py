@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from polyflash.backends.gluon.schedule import band, tile_in_order
+from polyflash.backends.gluon.schedule import band, tile_of
 from polyflash.backends.gluon.shim import accumulator, keep_where
 
 NONE, BELOW, BOTH = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)  # ends that a block may hide
@@ -90,7 +90,7 @@ def spans(i_b, t, n):
 @gluon.jit
 def member_of(i_t, t, n, c):
     """The packed member of tile i_t of all, and its spans."""
-    _, i_m = tile_in_order(i_t, n, c)
+    _, i_m = tile_of(i_t, n, c.HEADS, c.HAS_RIGHT)
     i_b, _ = find_member(i_m, t.cu_seqlens_q, n.seqlen_q, n, c.BLOCK_M)
     first_q, rows, first_k, live = spans(i_b, t, n)
     return i_b, first_q, rows, first_k, live

@@ -12,19 +12,11 @@ from triton.experimental.gluon import language as gl
 
 KEYS: gl.constexpr = gl.constexpr(128)  # of a program that makes gradients, 64 per consumer
 ROWS: gl.constexpr = gl.constexpr(64)  # of a block that it walks over
-_GROUP_BYTES, _MOST_HEADS = 16 << 20, 64
 
 
 def heads_of(planes: int, most: int) -> int:
     """Heads of a group, so many at most, that divide them all: so a tile's place takes one division."""
     return next(heads for heads in range(most, 0, -1) if planes % heads == 0)
-
-
-def log_heads_of(planes: int, size: int) -> int:
-    """Of a group with a power of two of heads, each with so many bytes of keys and values, that have room in
-    the L2 cache while its tiles are made: the logarithm."""
-    most = max(min(_GROUP_BYTES // max(size, 1), _MOST_HEADS), 1).bit_length() - 1
-    return next(i for i in range(most, -1, -1) if planes % (1 << i) == 0)
 
 
 def inverse_of(num_tiles: int) -> tuple[int, int]:
@@ -43,18 +35,6 @@ def tile_of(i_t, n, heads, CAUSAL: gl.constexpr):
     if CAUSAL:
         i_m = n.num_tiles - 1 - i_m
     return i_g * heads + i_t % heads, i_m
-
-
-@gluon.jit
-def tile_in_order(i_t, n, c):
-    """The same of a forward call, whose heads may be a power of two that is not compiled in."""
-    if c.HEADS == 0:
-        i_r = i_t >> n.log_heads
-        i_g, i_m = tile_of(i_r, n, 1, c.HAS_RIGHT)
-        found = (i_g << n.log_heads) + i_t - (i_r << n.log_heads), i_m
-    else:
-        found = tile_of(i_t, n, c.HEADS, c.HAS_RIGHT)
-    return found
 
 
 @gluon.jit
