@@ -12,7 +12,7 @@ from torch.utils import _pytree
 
 from polyflash import repeats, torch_ops
 from polyflash.arguments import Causal, Layout, Options, WindowSides, known_backend
-from polyflash.entry import Bound, Form, attend, bind, explained, form_of, views_of
+from polyflash.entry import Bound, Form, bind, explained, form_of, views_of
 from polyflash.errors import spec_error
 from polyflash.hints import answering, unexpected
 from polyflash.mask import Mask
@@ -205,6 +205,18 @@ def attention_varlen(
             a device under checked=True."""
     if unknown:
         raise unexpected(attention_varlen, unknown)
+    key = None
+    plain = window is alibi_slopes is sinks is kv_lens is kv_starts is q_offset is batch_invariant is None
+    plain = plain and out is config is None and checked is False and type(causal) is type(return_lse) is bool
+    plain = plain and type(softcap) is type(dropout_p) is float and dropout_p == 0.0
+    plain = plain and (scale is None or type(scale) is float) and (backend is None or type(backend) is str)
+    longest = max_seqlen_q, max_seqlen_k
+    if plain and type(q) is Tensor and all(x is None or type(x) is int for x in longest):
+        fixed = causal, return_lse, softcap, scale, backend, *longest
+        key = repeats.key_of_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, fixed)
+        found = repeats.call(key, q, k, v, cu_seqlens_q, cu_seqlens_k)
+        if found is not None:
+            return AttentionOutput(*found) if return_lse else found[0]
     scores: Any = {"window": window, "alibi_slopes": alibi_slopes, "softcap": softcap, "sinks": sinks}
     places: Any = {"causal": causal, "kv_lens": kv_lens, "kv_starts": kv_starts, "q_offset": q_offset}
     bounds: Any = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "max_seqlen_q": max_seqlen_q}
@@ -214,7 +226,7 @@ def attention_varlen(
     bound = bind(q, k, v, options, Form.PACKED, out)
     if cu_seqlens_q is None or cu_seqlens_k is None:
         raise spec_error("cu_seqlens", "None", "two int32 tensors", "attention() takes unpacked batches.")
-    return bound.returned(*attend(bound), out)
+    return bound.returned(*repeats.attend(key, bound), out)
 
 
 @overload

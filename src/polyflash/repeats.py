@@ -91,6 +91,15 @@ def key_of_paged(
     return kinds, options, fixed, most >= MANY_KEYS
 
 
+def key_of_packed(q: Tensor, k: Any, v: Any, cu_q: Any, cu_k: Any, options: Key) -> Key | None:
+    """A key like `key_of`, for packed members on a GPU: q, k, v (total, heads, head_dim), bounds in int32."""
+    kinds = quiet(q, k, v, cu_q, cu_k)
+    if kinds is None or not q.is_cuda or not cu_q.dtype is cu_k.dtype is torch.int32:
+        return None
+    tensors = q, k, v, cu_q, cu_k
+    return kinds, options, *[x.shape for x in tensors], *[x.stride() for x in tensors]
+
+
 def of_codes(
     q: Tensor, k: Any, v: Any, options: Key, table: Any = None, lens: Any = None
 ) -> tuple[Key | None, tuple[Any, ...]]:
@@ -158,7 +167,7 @@ def learn(key: Key, launch: Launch, bound: Bound, lens: Tensor | None) -> None:
         repeat = _narrowing(repeat) if lens is not None and lens.dtype is torch.int64 else repeat
         repeat.tally = launch.tally
         if not hasattr(repeat, "reaches"):
-            tensors = (q, k, v, args.page_table, args.kv_lens)
+            tensors = (q, k, v, args.page_table, args.kv_lens, args.cu_seqlens_q, args.cu_seqlens_k)
             repeat.reaches = tuple(span(x) for x in tensors if x is not None)
     _known[key] = repeat
 

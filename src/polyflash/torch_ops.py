@@ -153,13 +153,13 @@ def _backward_of(launch: Launch, q: Tensor, k: Tensor, v: Tensor, args: Argument
 def trained(repeat: Any, launch: Launch, q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> Any:
     """Repeats a call that is differentiated: the forward pass as `repeat` does it, then its node."""
     wanted, args = args.need_lse, _chosen_here(args)._replace(need_lse=True)
-    backward = _backward_of(launch, q, k, v, args)
+    how = args, _backward_of(launch, q, k, v, args), wanted
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
         made = repeat(q, k, v)
         if made is None:
             return None
-        results = _apply(q, k, v, None, None, (args, made, backward, True, wanted))
+        results = _apply_made(q, k, v, made, how)
         return results if wanted else (results, NO_LSE)
 
     return call
@@ -406,9 +406,8 @@ def _fake_backward(
 
 class _Attention(_SingleLevelFunction):
     """The op's node in the graph of one level of torch.func, or of plain autograd. The inputs are the
-    differentiable operands, and `how`: the `Arguments`, the launches of both phases (or results that are
-    there, or the op below autograd, and None), whether there are no operands beside q, k, v, and whether the
-    lse is a result."""
+    differentiable operands, and `how`: the `Arguments`, the launches of both phases (or the op below
+    autograd, and None), whether there are no operands beside q, k, v, and whether the lse is a result."""
 
     @staticmethod
     def forward(
@@ -417,8 +416,6 @@ class _Attention(_SingleLevelFunction):
         args, launch, ctx.launch, plain, wanted = how
         if isinstance(launch, Launch):
             out, lse = _run(launch, q, k, v, *_outputs(q, head_dim_v_of(v, args), True), args)
-        elif type(launch) is tuple:
-            out, lse = launch
         else:
             with torch.enable_grad():  # the level below has a graph of its own
                 out, lse = launch(q, k, v, *args)
@@ -433,29 +430,59 @@ class _Attention(_SingleLevelFunction):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, *others = ctx.saved_tensors
-        args, launch, needs = ctx.args, ctx.launch, ctx.needs_input_grad[:5]
-        if others:
-            kept = iter(others)
-            args = Arguments._make(next(kept) if x is _SAVED else x for x in args)
-        if dout is None:
-            dout = torch.zeros_like(out)
-        direct = launch is not None and is_plain(dout) and (dlse is None or is_plain(dlse)) and unobserved()
-        direct = direct and not torch.is_grad_enabled() and out.numel() and k.shape[2]
-        if direct and stored(dout, dlse, q, k, v, out, lse, *others):
-            if launch.contents:
-                args = validate.checked_contents(args, q, k)
-            results = _differentiate(launch, dout, dlse, q, k, v, out, lse, args, needs)
-        else:
-            if launch is not None:  # the context of the forward pass had its say
-                args = args._replace(backend=args.backend or ANY)
-            results = _attention_backward(dout, dlse, q, k, v, out, lse, needs, *args)
-            results = tuple(x if need else None for x, need in zip(results, needs, strict=True))
-        return (*results, None)
+        return (*_gradients_of(ctx, ctx.args, ctx.launch, ctx.needs_input_grad[:5], dout, dlse), None)
+
+
+class _Made(_SingleLevelFunction):
+    """The same node of a call of q, k and v alone whose results are there; each line of it costs a forward
+    call a percent. `how`: the `Arguments`, the launch of the gradients, and whether the lse is a result."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, made: tuple[Tensor, Tensor], how: tuple[Any, ...]
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        ctx.how = how
+        ctx.save_for_backward(q, k, v, *made)
+        ctx.set_materialize_grads(False)
+        return made if how[2] else made[0]
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        args, launch, _ = ctx.how
+        needs = *ctx.needs_input_grad[:3], False, False
+        return (*_gradients_of(ctx, args, launch, needs, dout, dlse)[:3], None, None)
+
+
+def _gradients_of(
+    ctx: Any,
+    args: Arguments,
+    launch: Any,
+    needs: tuple[bool, ...],
+    dout: Tensor | None,
+    dlse: Tensor | None,
+) -> tuple[Tensor | None, ...]:
+    """Gradients of the five differentiable operands, None where there `needs` to be none."""
+    q, k, v, out, lse, *others = ctx.saved_tensors
+    if others:
+        kept = iter(others)
+        args = Arguments._make(next(kept) if x is _SAVED else x for x in args)
+    if dout is None:
+        dout = torch.zeros_like(out)
+    direct = launch is not None and is_plain(dout) and (dlse is None or is_plain(dlse)) and unobserved()
+    direct = direct and not torch.is_grad_enabled() and out.numel() and k.shape[2]
+    if direct and stored(dout, dlse, q, k, v, out, lse, *others):
+        if launch.contents:
+            args = validate.checked_contents(args, q, k)
+        return _differentiate(launch, dout, dlse, q, k, v, out, lse, args, needs)
+    if launch is not None:  # the context of the forward pass had its say
+        args = args._replace(backend=args.backend or ANY)
+    results = _attention_backward(dout, dlse, q, k, v, out, lse, needs, *args)
+    return tuple(x if need else None for x, need in zip(results, needs, strict=True))
 
 
 _SAVED = object()  # stands for a tensor that autograd keeps
 _apply: Any = _Attention.apply  # type: ignore[attr-defined]
+_apply_made: Any = _Made.apply  # type: ignore[attr-defined]
 
 
 for _name, _body, _fake in (

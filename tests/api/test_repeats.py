@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import polyflash
 from polyflash import SpecError, attention, attention_paged, explain, repeats, torch_ops, use_backend
+from polyflash.counting import Tally
 from polyflash.spec import keys_to_share
 from tests.device import DEVICE, generator
 from tests.tolerance import same_bits
@@ -470,3 +471,62 @@ def test_python_threads_share_what_is_known():
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(own, range(8)))
+
+
+def packed_call() -> tuple[torch.Tensor, ...]:
+    bounds = torch.tensor([0, 3, 7], dtype=torch.int32)
+    return *(torch.randn(7, 2, 16) for _ in range(3)), bounds, bounds.clone()
+
+
+@pytest.mark.parametrize("lse", [False, True])
+def test_packed_calls_of_a_gpu_are_known(monkeypatch, lse: bool):
+    """By all that they have, and no other call is; what is known answers in the form of its caller."""
+    given, asked, made = packed_call(), [], (torch.zeros(7, 2, 16), torch.zeros(2, 7))
+    real = repeats.key_of_packed
+    assert real(*given, ()) is None, "on a CPU"
+
+    def key_of(*args):
+        asked.append(args)
+        return "packed", *args[5]
+
+    def repeat(*tensors):
+        assert all(map(torch.equal, tensors, given)) and len(tensors) == 5
+        return made
+
+    repeat.tally, repeat.reaches = Tally("", "", ""), tuple(x.nbytes for x in given)
+    monkeypatch.setattr(repeats, "key_of_packed", key_of)
+    monkeypatch.setitem(repeats._known, ("packed", True, lse, 0.0, None, None, None, 4), repeat)
+    found = polyflash.attention_varlen(*given, causal=True, return_lse=lse, max_seqlen_k=4)
+    assert (found.out, found.lse) == made if lse else found is made[0]
+    assert len(asked) == 1
+    for other in (
+        {"window": (1, None)},
+        {"checked": True},
+        {"scale": 1},
+        {"max_seqlen_q": True},
+        {"batch_invariant": True},
+        {"kv_lens": torch.tensor([3, 4], dtype=torch.int32)},
+        {"causal": "top_left"},
+    ):
+        try:
+            polyflash.attention_varlen(*given, **other)
+        except polyflash.SpecError:
+            assert "max_seqlen_q" in other
+    assert len(asked) == 1
+
+
+def test_the_key_of_a_packed_call_tells_all_that_it_has(monkeypatch):
+    monkeypatch.setattr(repeats, "quiet", lambda *tensors: tuple(x.dtype for x in tensors))
+    q, k, v, cu_q, cu_k = given = packed_call()
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    key = repeats.key_of_packed(*given, ())
+    assert key is not None and repeats.key_of_packed(*packed_call(), ()) == key
+    for other in (
+        (q[:6], k, v, cu_q, cu_k),
+        (q, k, v, cu_q[:2], cu_k),
+        (q, k, v, cu_q, torch.zeros(6, dtype=torch.int32)[::2]),
+        (q, k.transpose(0, 1).contiguous().transpose(0, 1), v, cu_q, cu_k),
+    ):
+        assert repeats.key_of_packed(*other, ()) not in (None, key)
+    assert repeats.key_of_packed(*given, (True,)) != key
+    assert repeats.key_of_packed(q, k, v, cu_q.long(), cu_k, ()) is None, "kernels read int32"

@@ -79,7 +79,18 @@ def in_python() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(places, "gl", language)
         patch.setattr(schedule, "gl", language)
-        for name in ("find_member", "span", "load_own", "band", "stand"):
+        used = (
+            "find_member",
+            "span",
+            "spans",
+            "load_own",
+            "band",
+            "stand",
+            "stand_in",
+            "tile_of",
+            "tile_in",
+        )
+        for name in used:
             patch.setattr(places, name, getattr(places, name).fn)
         yield
 

@@ -207,12 +207,15 @@ def test_packed_tiles_hold_every_row_once(place_of, block_m: int):
         )
         c = SimpleNamespace(
             BLOCK_M=block_m, BLOCK_N=128, PACKED=True, SHORT=True, OWN=True, HAS_RIGHT=True, HAS_LEFT=False,
-            BELOW=False, ALIBI=False,
+            BELOW=False, ALIBI=False, HEADS=1,
         )  # fmt: skip
         found: dict[int, tuple[int, int, int]] = {}
         tiles, _ = tile_count(total_q, block_m, len(rows), True)
+        n = SimpleNamespace(**vars(n), **vars(divided(tiles)))
         for i_t in range(tiles):
             place = place_of(2, i_t, t, n, c)
+            member = places.member_of.fn(tiles - 1 - i_t, t, n, c)  # the last rows come first
+            assert places.place_in.fn(i_t, member, t, n, c) == place
             for i in range(place.i_m * block_m, min((place.i_m + 1) * block_m, place.rows)):
                 assert place.first_q + i not in found
                 found[place.first_q + i] = place.first_k, place.live, i + place.high + 1

@@ -137,6 +137,37 @@ def test_the_second_call_is_recorded_and_the_third_replayed_at_its_own_addresses
     assert repeat.args.kv_lens is None
 
 
+def test_packed_members_are_replayed_at_their_own_bounds(driver):
+    """Tensors in and out as their caller has them, (total, heads, head_dim)."""
+    packed = {**SIGNATURE, "x": NO_LENS["x"]._replace(cu_seqlens_q="*i32", cu_seqlens_k="*i32")}
+    driver.kinds = [*["*", "i32", "i64", "i32"] * 5, *("*", "i32", "i32", "*", "*", "i32", "fp32")]
+
+    def run(launch, q, k, v, out, lse, args):
+        assert q.shape == (1, 2, 8, 16) and args.cu_seqlens_q is not None
+        given = list(arguments_of(q, k, v, out, lse, None))
+        given[7] = NO_OPERANDS._replace(cu_seqlens_q=args.cu_seqlens_q, cu_seqlens_k=args.cu_seqlens_k)
+        runtime._recorder.log.started.append(runtime.Started(compiled(packed), (3, 2, 1), tuple(given)))
+
+    def calls():
+        q, k, v = (x.view(8, 2, 16) for x in tensors())
+        return q, k, v, *(torch.zeros(3, dtype=torch.int32) for _ in range(2))
+
+    first = calls()
+    args = Arguments(need_lse=True, cu_seqlens_q=first[3], cu_seqlens_k=first[4])
+    repeat = replay.Repeat(SimpleNamespace(run=run), args)
+    assert repeat.args.cu_seqlens_q is repeat.args.cu_seqlens_k is None
+    shapes = [x.shape for x in repeat(*first)]
+    for one in (False, True):
+        q, k, v, cu_q, cu_k = calls()
+        cu_k = cu_q if one else cu_k
+        out, lse = repeat(q, k, v, cu_q, cu_k)
+        assert [out.shape, lse.shape] == shapes == [(8, 2, 16), (2, 8)] and out.is_contiguous()
+        values = driver.seen.pop()[1]
+        at = [values[4 * i] for i in range(5)]
+        assert at == [x.data_ptr() for x in (q, k, v, v, out)]
+        assert [values[20], values[23], values[24]] == [x.data_ptr() for x in (lse, cu_q, cu_k)]
+
+
 @pytest.fixture
 def place_of(driver):
     """Where a call with scratch has it written."""

@@ -46,7 +46,7 @@ class Rows(NamedTuple):
 
 
 class Board(NamedTuple):
-    """Two places for the number of the next tile."""
+    """Two places for the number of the next tile, and with it what is known of its packed member."""
 
     tile: Any
     full: Any
@@ -179,18 +179,38 @@ def first_turn(WG: gl.constexpr, c):
 
 
 @gluon.jit
-def tell(board, i_round, i_t):
+def tell(board, i_round, i_t, member=None):
     """Producer: the tile of the next round, for every consumer."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    WORDS: gl.constexpr = board.tile.shape[0] // 2
     mbarrier.wait(board.free.index(i_round % 2), phase(i_round, 2) ^ 1)
-    board.tile.index(i_round % 2).store(gl.full([1], i_t, gl.int32, layout))
+    board.tile.index(i_round % 2 * WORDS).store(gl.full([1], i_t, gl.int32, layout))
+    for i in gl.static_range(1, WORDS):
+        board.tile.index(i_round % 2 * WORDS + i).store(gl.full([1], member[i - 1], gl.int32, layout))
     mbarrier.arrive(board.full.index(i_round % 2), count=1)
 
 
 @gluon.jit
 def told(board, i_round):
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     mbarrier.wait(board.full.index(i_round % 2), phase(i_round, 2))
-    i_t = gl.max(board.tile.index(i_round % 2).load(layout), 0)
+    i_t = word_of(board, i_round, 0)
     mbarrier.arrive(board.free.index(i_round % 2), count=1)
     return i_t
+
+
+@gluon.jit
+def told_member(board, i_round):
+    """The same with its member."""
+    mbarrier.wait(board.full.index(i_round % 2), phase(i_round, 2))
+    i_t, i_b = word_of(board, i_round, 0), word_of(board, i_round, 1)
+    first_q, rows = word_of(board, i_round, 2), word_of(board, i_round, 3)
+    first_k, live = word_of(board, i_round, 4), word_of(board, i_round, 5)
+    mbarrier.arrive(board.free.index(i_round % 2), count=1)
+    return i_t, (i_b, first_q, rows, first_k, live)
+
+
+@gluon.jit
+def word_of(board, i_round, AT: gl.constexpr):
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    WORDS: gl.constexpr = board.tile.shape[0] // 2
+    return gl.max(board.tile.index(i_round % 2 * WORDS + AT).load(layout), 0)

@@ -33,7 +33,7 @@ CHANGES = frozenset({_F.SOFTCAP, _F.SINKS, _F.ALIBI})
 ROWS = 64  # of a consumer
 # By channels of a box, and with a causal mask: below, it is behind the Triton row, or nobody has measured.
 LEAST_KEYS = {64: 1024, 128: 1024, 192: 1024, 256: 1024}
-LEAST_CAUSAL = LEAST_KEYS | {64: 4096}
+LEAST_CAUSAL = LEAST_KEYS | {64: 2048}
 # The same of features, for packed members by their mean; what is not here is behind, or was not timed.
 LEAST_KEYS_OF: dict[tuple[Phase, int], dict[Feature, int]] = {
     (Phase.FORWARD, 64): {_F.ALIBI: 1024},

@@ -52,6 +52,7 @@ from polyflash.backends.gluon.channel import (
     take_turn,
     tell,
     told,
+    told_member,
     values_of,
 )
 from polyflash.backends.gluon.mending import (
@@ -62,7 +63,17 @@ from polyflash.backends.gluon.mending import (
     store_marks,
 )
 from polyflash.backends.gluon.parts import awaited, finish, no_sums, rescale, scores_of, weighted
-from polyflash.backends.gluon.places import BELOW, BOTH, NONE, apply_mask, place_of, rows_seen
+from polyflash.backends.gluon.places import (
+    BELOW,
+    BOTH,
+    NONE,
+    apply_mask,
+    member_of,
+    place_in,
+    place_of,
+    rows_seen,
+    tile_in,
+)
 from polyflash.backends.gluon.schedule import fixed_tile, key_blocks, tile_of
 from polyflash.backends.gluon.scores import change_scores
 from polyflash.backends.gluon.shim import accumulator, held, packed, pinned, stored
@@ -170,6 +181,24 @@ def take_tile(i_round, board, t, n, c):
 
 
 @gluon.jit
+def take_member(i_round, board, t, n, c):
+    """The same with its packed member; tiles without rows are nobody's."""
+    i_t = gl.atomic_add(t.words + NEXT, 1, sem="relaxed") + gl.num_programs(0)
+    member = member_of(i_t, t, n, c)
+    while (i_t < n.total) and is_empty(i_t, member, n, c):
+        i_t = gl.atomic_add(t.words + NEXT, 1, sem="relaxed") + gl.num_programs(0)
+        member = member_of(i_t, t, n, c)
+    tell(board, i_round, i_t, member)
+    return i_t, member
+
+
+@gluon.jit
+def is_empty(i_t, member, n, c):
+    _, i_m = tile_of(i_t, n, c.HEADS, c.HAS_RIGHT)
+    return tile_in(i_m, member, c) * c.BLOCK_M >= member[2]
+
+
+@gluon.jit
 def next_tile(i_t, i_round, board, t, n, c, MENDING: gl.constexpr):
     """The same for a consumer; with MENDING for the producer too."""
     if MENDING:
@@ -211,14 +240,17 @@ def load_tiles(q, k, v, ring, rows, board, t, n, c, i_n, i_round, MENDING: gl.co
     """Producer: K and V of every block into the ring, and Q of every tile once its first keys are asked
     for."""
     EARLY: gl.constexpr = c.EARLY and not MENDING
+    KNOWN: gl.constexpr = EARLY and c.PACKED
     i_last = n.total
     i_t = first_tile(t, n, MENDING, c)
+    if KNOWN:
+        member = member_of(i_t, t, n, c)
     while i_t < n.total:
         if not MENDING:
             gl.store(t.own + i_t, i_last)
             i_last = i_t
         i_bh, i_m = tile_of(i_t, n, c.HEADS, c.HAS_RIGHT)
-        place = place_of(i_bh, i_m, t, n, c)
+        place = place_in(i_m, member, t, n, c) if KNOWN else place_of(i_bh, i_m, t, n, c)
         end, count, _, _ = key_blocks(place.i_m * c.BLOCK_M, 0, place, c, c.BLOCK_M)
         i_b, i_h = i_bh // n.num_heads, i_bh % n.num_heads
         for j in range(count):
@@ -234,7 +266,10 @@ def load_tiles(q, k, v, ring, rows, board, t, n, c, i_n, i_round, MENDING: gl.co
                     load_slot(q, at_q, rows.full.index(i_slot), rows.q, i_slot, c)
             if EARLY:  # noqa: SIM102  a branch of the compiler, then one of the kernel
                 if j == count - 1:
-                    i_t = take_tile(i_round, board, t, n, c)
+                    if KNOWN:
+                        i_t, member = take_member(i_round, board, t, n, c)
+                    else:
+                        i_t = take_tile(i_round, board, t, n, c)
             acquire_values(i_n, c)
             load_slot(v, at, ring.v_full.index(slot), ring.v, slot, c)
             i_n += 1
@@ -330,12 +365,15 @@ def attend_tiles(out, ring, rows, board, t, n, c, i_n, i_round, WG: gl.constexpr
     row: gl.constexpr = gl.SliceLayout(1, accumulator(c.BLOCK_N))
     DTYPE: gl.constexpr = out[0].dtype
     EARLY: gl.constexpr = c.EARLY and not MENDING
+    KNOWN: gl.constexpr = EARLY and c.PACKED
     i_t = first_tile(t, n, MENDING, c)
     i_bh, i_m = tile_of(i_t, n, c.HEADS, c.HAS_RIGHT)
+    if KNOWN:
+        member = member_of(i_t, t, n, c)
     while i_t < n.total:
         if not EARLY:
             i_bh, i_m = tile_of(i_t, n, c.HEADS, c.HAS_RIGHT)
-        place = place_of(i_bh, i_m, t, n, c)
+        place = place_in(i_m, member, t, n, c) if KNOWN else place_of(i_bh, i_m, t, n, c)
         first = place.i_m * c.BLOCK_M
         i_row = first + WG * 64
         tile_end, tile_count, _, _ = key_blocks(first, 0, place, c, c.BLOCK_M)
@@ -370,7 +408,10 @@ def attend_tiles(out, ring, rows, board, t, n, c, i_n, i_round, WG: gl.constexpr
             clean_values(ring, i_n - 1, c)
         acc = weighted(acc, b_pairs, values_of(ring, i_n - 1, c), c)
         if EARLY:  # no branch, so beside a product
-            i_t = next_tile(i_t, i_round, board, t, n, c, MENDING)
+            if KNOWN:
+                i_t, member = told_member(board, i_round)
+            else:
+                i_t = next_tile(i_t, i_round, board, t, n, c, MENDING)
             i_next = tile_of(i_t, n, c.HEADS, c.HAS_RIGHT)
         i_b = held(i_bh // n.num_heads)
         at = i_b, i_bh - i_b * n.num_heads
@@ -428,7 +469,8 @@ def start_roles(q, k, v, out, t, n, c):
     b_k, b_v = slots(k, c.STAGES, c.BLOCK_N, c), slots(v, c.STAGES, c.BLOCK_N, c)
     ring = Ring(b_k, b_v, barriers(c.STAGES, 1), barriers(c.STAGES, 1))
     if c.COUNTED:
-        tile = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        WORDS: gl.constexpr = 6 if c.EARLY and c.PACKED else 1
+        tile = gl.allocate_shared_memory(gl.int32, [2 * WORDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         board = Board(tile, barriers(2, 1), barriers(2, c.CONSUMERS))
     else:
         board = Board(ring.k_full, ring.k_full, ring.k_full)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from polyflash.backends.gluon.schedule import band
+from polyflash.backends.gluon.schedule import band, tile_of
 from polyflash.backends.gluon.shim import accumulator, keep_where
 
 NONE, BELOW, BOTH = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)  # ends that a block may hide
@@ -78,6 +78,31 @@ def load_own(p, i_b, n, c):
 
 
 @gluon.jit
+def spans(i_b, t, n):
+    """First row and rows of a member, first key and keys."""
+    first_q, rows = span(t.cu_seqlens_q, i_b, n.seqlen_q, n)
+    first_k, live = span(t.cu_seqlens_k, i_b, n.seqlen_k, n)
+    if i_b == n.members:  # of nobody
+        live = 0
+    return first_q, rows, first_k, live
+
+
+@gluon.jit
+def member_of(i_t, t, n, c):
+    """The packed member of tile i_t of all, and its spans."""
+    _, i_m = tile_of(i_t, n, c.HEADS, c.HAS_RIGHT)
+    i_b, _ = find_member(i_m, t.cu_seqlens_q, n.seqlen_q, n, c.BLOCK_M)
+    first_q, rows, first_k, live = spans(i_b, t, n)
+    return i_b, first_q, rows, first_k, live
+
+
+@gluon.jit
+def tile_in(i_m, member, c):
+    """Number of a plane's tile i_m among those of its member: see `find_member`."""
+    return i_m - (member[1] // c.BLOCK_M + member[0])
+
+
+@gluon.jit
 def place_of(i_bh, i_m, t, n, c):
     """Place of row tile i_m of a plane."""
     i_b = i_bh // n.num_heads
@@ -87,18 +112,28 @@ def place_of(i_bh, i_m, t, n, c):
 
 
 @gluon.jit
+def place_in(i_m, member, t, n, c):
+    """The same of a tile whose member is known."""
+    i_m = tile_in(i_m, member, c)
+    i_b, first_q, rows, first_k, live = member
+    return stand_in(i_b, i_m, i_m * c.BLOCK_M, (first_q, rows, first_k, live), t, n, c)
+
+
+@gluon.jit
 def stand(i_b, i_m, i_row, t, n, c):
-    """Place of request i_b's tile i_m, whose first row is i_row. With OWN rows stand at an offset of their
-    request's, or end where its keys do."""
-    first_q, first_k, rows = 0, 0, n.seqlen_q
-    live, start, high = n.seqlen_k, 0, n.offset
+    """Place of request i_b's tile i_m, whose first row is i_row."""
+    found = spans(i_b, t, n) if c.PACKED else (0, n.seqlen_q, 0, n.seqlen_k)
+    return stand_in(i_b, i_m, i_row, found, t, n, c)
+
+
+@gluon.jit
+def stand_in(i_b, i_m, i_row, found, t, n, c):
+    """The same of a request with these spans. With OWN rows stand at an offset of their request's, or end
+    where its keys do."""
+    first_q, rows, first_k, live = found
+    start, high = 0, n.offset
     low = n.left if c.HAS_LEFT else 0
     at, rest = n.position if c.ALIBI else 0, n.rest if c.ALIBI else 0.0
-    if c.PACKED:
-        first_q, rows = span(t.cu_seqlens_q, i_b, n.seqlen_q, n)
-        first_k, live = span(t.cu_seqlens_k, i_b, n.seqlen_k, n)
-        if i_b == n.members:  # of nobody
-            live = 0
     if t.kv_lens is not None:
         live = min(max(load_own(t.kv_lens + i_b, i_b, n, c), 0), live)
     if t.kv_starts is not None:

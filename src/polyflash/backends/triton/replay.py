@@ -34,7 +34,8 @@ _NAMES = {
     **dict.fromkeys(("q", "q0", "q1"), Q),
     **dict.fromkeys(("k", "k0", "k1"), K),
     **dict.fromkeys(("v", "v_view", "v0", "v1"), V),
-    **{"out": OUT, "lse": LSE, "page_table": TABLE, "kv_lens": LENS},
+    **{"out": OUT, "out_view": OUT, "lse": LSE, "page_table": TABLE, "kv_lens": LENS},
+    **{"cu_seqlens_q": TABLE, "cu_seqlens_k": LENS},  # members have neither pages nor lengths
 }
 _FORMATS = {"i1": "?", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u32": "I", "u64": "Q", "fp32": "f"}
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 128  # of a CUtensorMap
@@ -292,13 +293,15 @@ class Repeat:
     are replayed."""
 
     def __init__(self, launch: Launch, args: Arguments) -> None:
-        self.launch, self.args = launch, args._replace(page_table=None, kv_lens=None)
+        self.packed = args.cu_seqlens_q is not None
+        none: Any = dict.fromkeys(("page_table", "kv_lens", "cu_seqlens_q", "cu_seqlens_k"))
+        self.launch, self.args = launch, args._replace(**none)
         self.replay: Replay | None = None
         self.recorded = False
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, Tensor] | None:
-        """(out, lse) of q, k, v, and of a page table and lengths if k and v are pools; None if the call needs
-        the whole way."""
+        """(out, lse) of q, k, v, and of a page table and lengths if k and v are pools, of bounds if members
+        are packed; None if the call needs the whole way."""
         device = tensors[Q].device
         if device.index != torch._C._cuda_getDevice() or runtime.hooked():
             return None
@@ -310,13 +313,18 @@ class Repeat:
         """Makes the call as its row does, and keeps what it launched."""
         args = self.args
         q, k, v, *others = tensors
-        if others:
+        if self.packed:
+            q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+            args = args._replace(cu_seqlens_q=others[0], cu_seqlens_k=others[1])
+        elif others:
             q, k, v = q.unsqueeze(2), k.transpose(1, 2), v.transpose(1, 2)
             args = args._replace(page_table=others[0], kv_lens=others[1])
         out, lse = outputs(q, v.shape[3], args.need_lse)
         with runtime.recorded() as log:
             self.launch.run(self.launch, q, k, v, out, lse, args)  # type: ignore[misc]
-        if others:
+        if self.packed:
+            out, lse = out.squeeze(0).transpose(0, 1), lse.squeeze(0) if args.need_lse else lse
+        elif others:
             out, lse = out.squeeze(2), lse.squeeze(2) if args.need_lse else lse
         rows = lse if args.need_lse else None
         launches = _launches(log, (*tensors[:TABLE], *(others or (None, None)), out, rows), {})
