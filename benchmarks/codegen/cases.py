@@ -228,12 +228,11 @@ def every_case() -> tuple[Case, ...]:
     return (*made, *GLUON, *CODES, *EIGHTS)
 
 
-_BACKWARD = "full", "causal", "ragged", "window", "lens", "packed"
-_FORWARD = *_BACKWARD, "capped", "alibi"
+_KINDS = "full", "causal", "ragged", "window", "lens", "packed", "capped", "alibi"
 GLUON = tuple(
     Case(phase, "cuda:sm90", "bfloat16", d, problem, "gluon")
-    for phase, problems in ((Phase.FORWARD, _FORWARD), (Phase.BACKWARD, _BACKWARD))
-    for problem, d in product(problems, gluon_configs.HEAD_DIMS[: 4 if phase is Phase.FORWARD else 2])
+    for phase, dims in ((Phase.FORWARD, 4), (Phase.BACKWARD, 2))
+    for problem, d in product(_KINDS, gluon_configs.HEAD_DIMS[:dims])
 )
 CODES = tuple(
     Case(Phase.FORWARD, "cuda:sm90", "bfloat16", d, problem, "gluon")

@@ -40,8 +40,10 @@ LEAST_KEYS_OF: dict[tuple[Phase, int], dict[Feature, int]] = {
     (Phase.FORWARD, 128): {_F.WINDOW: 1024, _F.ALIBI: 1024, _F.SINKS: 1024, _F.VARLEN: 1024}
     | {_F.KV_LENS: 2048, _F.SOFTCAP: 4096, _F.Q_OFFSET: 32768},
     # sinks change nothing but lse
-    (Phase.BACKWARD, 64): {_F.WINDOW: 1024, _F.SINKS: 0, _F.VARLEN: 2048, _F.KV_LENS: 4096},
-    (Phase.BACKWARD, 128): {_F.WINDOW: 1024, _F.SINKS: 0, _F.VARLEN: 1024, _F.KV_LENS: 4096},
+    (Phase.BACKWARD, 64): {_F.WINDOW: 1024, _F.SINKS: 0, _F.VARLEN: 2048, _F.KV_LENS: 4096}
+    | {_F.SOFTCAP: 2048, _F.ALIBI: 2048},
+    (Phase.BACKWARD, 128): {_F.WINDOW: 1024, _F.SINKS: 0, _F.VARLEN: 1024, _F.KV_LENS: 4096}
+    | {_F.SOFTCAP: 2048, _F.ALIBI: 2048},
 }
 
 
