@@ -196,7 +196,7 @@ def fusion(
     x = operands_of(args, k)
     requests = x.kv_lens, x.kv_starts, x.q_offset, x.cu_seqlens_q, x.cu_seqlens_k
     views = (view_of(dk), view_of(dv)) if c.PACKED else (None, None)
-    t = Tensors(space.words, space.added, *requests, *views, x.alibi_slopes)
+    t = Tensors(space.words, space.added, *requests, *views, slopes=x.alibi_slopes)
     key = c, None if x == NO_OPERANDS else runtime.signature((*requests, *views, x.alibi_slopes))
     return planes * key_tiles, (t, n, compiled_in(prepared, c), *boxes), key
 

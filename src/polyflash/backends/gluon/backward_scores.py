@@ -14,7 +14,7 @@ from polyflash.backends.gluon.shim import accumulator, lower_by_distance, recipr
 
 @gluon.jit
 def slope_of(i_h, own, t, n, c):
-    """What a step of distance costs query head i_h, in exponents of 2."""
+    """Cost of a step of distance to query head i_h, in exponents of 2."""
     slope = 0.0
     if c.ALIBI:
         p = t.slopes.p + i_h * t.slopes.h + own.i_b.to(gl.int64) * t.slopes.b
