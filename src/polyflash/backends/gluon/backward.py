@@ -194,10 +194,10 @@ def fusion(
     flat_boxes = shim.flat_descriptor(space.stats, 2 * ROWS), shim.flat_descriptor(space.sums, channels, 32)
     boxes = *read_boxes, *flat_boxes, *(shim.descriptor(x, ROWS, channels) for x in (dk, dv))
     x = operands_of(args, k)
-    requests = x.kv_lens, x.kv_starts, x.q_offset, x.cu_seqlens_q, x.cu_seqlens_k
+    requests = x.kv_lens, x.kv_starts, x.q_offset, x.cu_seqlens_q, x.cu_seqlens_k, x.alibi_slopes
     views = (view_of(dk), view_of(dv)) if c.PACKED else (None, None)
-    t = Tensors(space.words, space.added, *requests, *views, slopes=x.alibi_slopes)
-    key = c, None if x == NO_OPERANDS else runtime.signature((*requests, *views, x.alibi_slopes))
+    t = Tensors(space.words, space.added, *requests, *views)
+    key = c, None if x == NO_OPERANDS else runtime.signature((*requests, *views))
     return planes * key_tiles, (t, n, compiled_in(prepared, c), *boxes), key
 
 

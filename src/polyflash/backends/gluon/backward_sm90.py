@@ -83,9 +83,9 @@ class Tensors(NamedTuple):
     q_offset: Any = None
     cu_seqlens_q: Any = None
     cu_seqlens_k: Any = None
+    slopes: Any = None  # of ALiBi
     dk_view: Any = None
     dv_view: Any = None
-    slopes: Any = None  # of ALiBi
     end: None = None  # see `runtime.compile` of the Triton engine
 
 
