@@ -274,7 +274,7 @@ def default_cases() -> tuple[Case, ...]:
 _DEFAULT = {(Phase.FORWARD, "bfloat16", 64, "full"), (Phase.FORWARD, "bfloat16", 128, "causal")}
 _SINGLE = {Case(Phase.BACKWARD, "hip:gfx942", "bfloat16", 128, "causal"), CODES[0], CODES[3], GLUON[7]}
 _DIMS = {Phase.FORWARD: {"full": 64, "causal": 128, "window": 64}}
-_DIMS[Phase.BACKWARD] = {"causal": 128, "packed": 64}
+_DIMS[Phase.BACKWARD] = {"causal": 128, "packed": 64, "capped": 128, "alibi": 64}
 _SINGLE |= {c for c in GLUON if _DIMS[c.phase].get(c.problem) == c.head_dim}
 for _gpu in ONE_OF_EACH:
     _SINGLE |= {
