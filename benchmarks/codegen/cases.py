@@ -228,12 +228,11 @@ def every_case() -> tuple[Case, ...]:
     return (*made, *GLUON, *CODES, *EIGHTS)
 
 
-_BACKWARD = "full", "causal", "ragged", "window", "lens", "packed"
-_FORWARD = *_BACKWARD, "capped", "alibi"
+_KINDS = "full", "causal", "ragged", "window", "lens", "packed", "capped", "alibi"
 GLUON = tuple(
     Case(phase, "cuda:sm90", "bfloat16", d, problem, "gluon")
-    for phase, problems in ((Phase.FORWARD, _FORWARD), (Phase.BACKWARD, _BACKWARD))
-    for problem, d in product(problems, gluon_configs.HEAD_DIMS[: 4 if phase is Phase.FORWARD else 2])
+    for phase, dims in ((Phase.FORWARD, 4), (Phase.BACKWARD, 2))
+    for problem, d in product(_KINDS, gluon_configs.HEAD_DIMS[:dims])
 )
 CODES = tuple(
     Case(Phase.FORWARD, "cuda:sm90", "bfloat16", d, problem, "gluon")
@@ -275,7 +274,7 @@ def default_cases() -> tuple[Case, ...]:
 _DEFAULT = {(Phase.FORWARD, "bfloat16", 64, "full"), (Phase.FORWARD, "bfloat16", 128, "causal")}
 _SINGLE = {Case(Phase.BACKWARD, "hip:gfx942", "bfloat16", 128, "causal"), CODES[0], CODES[3], GLUON[7]}
 _DIMS = {Phase.FORWARD: {"full": 64, "causal": 128, "window": 64}}
-_DIMS[Phase.BACKWARD] = {"causal": 128, "packed": 64}
+_DIMS[Phase.BACKWARD] = {"causal": 128, "packed": 64, "capped": 128, "alibi": 64}
 _SINGLE |= {c for c in GLUON if _DIMS[c.phase].get(c.problem) == c.head_dim}
 for _gpu in ONE_OF_EACH:
     _SINGLE |= {

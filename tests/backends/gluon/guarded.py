@@ -459,10 +459,11 @@ def gradients(dims: int, causal: bool) -> None:
 
 
 def bounded_gradients(dims: int, causal: bool) -> None:
-    """Those of windows, lengths and starts of requests, by name."""
+    """Those of windows, lengths, starts of requests, caps and slopes, by name."""
     if dims <= configs.MOST_BACKWARD:
-        for case in bounded(dims, causal):
-            if case.rows > 1 and not (case.softcap or case.alibi):
+        large = Case(dims, causal, 200, 700, softcap=1000.0)
+        for case in (*bounded(dims, causal), large, large._replace(alibi=True, dtype=torch.float16)):
+            if case.rows > 1:
                 check_gradients(case)
 
 

@@ -51,7 +51,12 @@ def test_what_it_takes(dims: int, dtype: torch.dtype):
 def test_what_it_refuses_or_leaves_in_words():
     assert "has 128, asked for 256" in why(dims=256) or "head_dim" in why(dims=256)
     ints = torch.ones(4, dtype=torch.int32, device="meta")
-    assert "no softcap" in why(softcap=3.0)
+    assert "no dropout" in why(dropout_p=0.1)
+    slopes = torch.ones(16, device="meta")
+    for more in ({"softcap": 3.0}, {"alibi_slopes": slopes}, {"softcap": 3.0, "sinks": slopes}):
+        assert gradients(**more, causal=True).backend == gradients(64, **more, causal=True).backend == "gluon"
+        assert "under 1024 keys" in why(**more, causal=True, keys=1023)
+        assert "not known to be quicker" in why(**more)
     assert "kv_starts: not known" in why(kv_starts=ints)
     assert "under 4096 keys" in why(kv_lens=ints, keys=4095)
     assert gradients(kv_lens=ints).backend == gradients(window=(8, 0), keys=1152).backend == "gluon"

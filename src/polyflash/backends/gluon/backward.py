@@ -14,11 +14,11 @@ import torch
 
 from polyflash.backends.gluon import configs, gradient_passes, shim
 from polyflash.backends.gluon.backward_sm90 import Constants, Numbers, Tensors, differentiate_sm90
-from polyflash.backends.gluon.forward import band_of, bounds_of, boxed
+from polyflash.backends.gluon.forward import band_of, bounds_of, boxed, position_of
 from polyflash.backends.gluon.gradient_passes import center, finish_dq
 from polyflash.backends.gluon.schedule import heads_of, inverse_of
 from polyflash.backends.gpu.launch import tile_count
-from polyflash.backends.gpu.numbers import LOG2E, scale_of, sizes_of
+from polyflash.backends.gpu.numbers import LOG2E, SOFTCAPS, scale_of, sizes_of
 from polyflash.backends.gpu.views import NO_OPERANDS, operands_of, rows_of, view_of
 from polyflash.backends.triton import backward as triton_backward
 from polyflash.backends.triton import configs as triton_configs
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from polyflash.spec import Arguments
 
 ROWS, KEYS = configs.ROWS, 2 * configs.ROWS  # of a block, and of a program
+_LARGE_CAP = 256.0  # beyond, rounding of a part of it shows in a weight
+_LEAST_CAP = 2.0**-100  # below, scores are 0 as well, but its inverse may not be finite
 _PASS = {"num_warps": 4, "enable_fp_fusion": False}
 
 
@@ -156,7 +158,8 @@ def fusion(
     num_kv_heads, seqlen_k, channels = *k.shape[1:3], configs.box_of(q.shape[3])
     planes, key_tiles = k.shape[0] * num_kv_heads, blocks_of(q, k, seqlen_k, KEYS, args)
     (inverse, shift), scale = inverse_of(key_tiles), scale_of(q.shape[3], args)
-    band = band_of(q.shape[2], seqlen_k, args)
+    band, alibi = band_of(q.shape[2], seqlen_k, args), args.alibi_slopes is not None
+    near, rest = position_of(q.shape[2], seqlen_k, args)
     n = Numbers(
         num_kv_heads=num_kv_heads,
         group=q.shape[1] // num_kv_heads,
@@ -170,14 +173,19 @@ def fusion(
         offset=band.right,
         left=band.left,
         members=sizes_of(q, k, args)[0] if args.cu_seqlens_q is not None else None,
-        factor=scale * LOG2E,
+        **factors_of(scale, args),
         scale=scale,
+        position=near if alibi else None,
+        rest=rest if alibi else None,
     )
     c = Constants(
         D=channels,
         CHANNELS=q.shape[3],
         STAGES=config.num_stages,
         **bounds_of(band, k, KEYS, args),
+        SOFTCAP=args.softcap != 0.0,
+        LARGE_CAP=args.softcap > _LARGE_CAP,
+        ALIBI=alibi,
         GROUPED=q.shape[1] != num_kv_heads,
         AHEAD=config.ahead,
         ORDERED=config.ordered,
@@ -186,11 +194,21 @@ def fusion(
     flat_boxes = shim.flat_descriptor(space.stats, 2 * ROWS), shim.flat_descriptor(space.sums, channels, 32)
     boxes = *read_boxes, *flat_boxes, *(shim.descriptor(x, ROWS, channels) for x in (dk, dv))
     x = operands_of(args, k)
-    requests = x.kv_lens, x.kv_starts, x.q_offset, x.cu_seqlens_q, x.cu_seqlens_k
+    requests = x.kv_lens, x.kv_starts, x.q_offset, x.cu_seqlens_q, x.cu_seqlens_k, x.alibi_slopes
     views = (view_of(dk), view_of(dv)) if c.PACKED else (None, None)
     t = Tensors(space.words, space.added, *requests, *views)
     key = c, None if x == NO_OPERANDS else runtime.signature((*requests, *views))
     return planes * key_tiles, (t, n, compiled_in(prepared, c), *boxes), key
+
+
+def factors_of(scale: float, args: Arguments) -> dict[str, float | None]:
+    """Factors of scores on their way into an exponent of 2: see `backward_scores.change_scores`."""
+    softcap = min(max(args.softcap, _LEAST_CAP), SOFTCAPS[1])
+    if not args.softcap:
+        return {"factor": scale * LOG2E, "into_cap": None}
+    if args.softcap > _LARGE_CAP:
+        return {"factor": softcap * LOG2E, "into_cap": scale / softcap}
+    return {"factor": -2.0 * softcap * LOG2E, "into_cap": 2.0 * LOG2E * scale / softcap}
 
 
 def compiled_in(prepared: Prepared, c: Any) -> Any:

@@ -53,6 +53,7 @@ from polyflash.backends.gluon.backward_channel import (
     slot_of_ds,
     take_rows,
 )
+from polyflash.backends.gluon.backward_scores import change_scores, slope_of, through_cap
 from polyflash.backends.gluon.channel import barriers, phase
 from polyflash.backends.gluon.places import find_member, span, stand, store_rows
 from polyflash.backends.gluon.schedule import KEYS, ROWS, first_tile, row_blocks, tile_of
@@ -82,6 +83,7 @@ class Tensors(NamedTuple):
     q_offset: Any = None
     cu_seqlens_q: Any = None
     cu_seqlens_k: Any = None
+    slopes: Any = None  # of ALiBi
     dk_view: Any = None
     dv_view: Any = None
     end: None = None  # see `runtime.compile` of the Triton engine
@@ -104,6 +106,9 @@ class Numbers(NamedTuple):
     members: Any  # packed; else None
     factor: Any  # of scores in an exponent of 2
     scale: Any
+    into_cap: Any = None  # see `backward.factors_of`; what follows as in `forward_sm90`
+    position: Any = None
+    rest: Any = None
 
 
 class Constants(NamedTuple):
@@ -118,7 +123,9 @@ class Constants(NamedTuple):
     OWN: bool = False
     SHORT: bool = False
     PACKED: bool = False
-    ALIBI: bool = False  # is not taken
+    SOFTCAP: bool = False
+    LARGE_CAP: bool = False  # see backward_scores.py
+    ALIBI: bool = False
     WHOLE: bool = False  # rows see every key of every program
     GROUPED: bool = False  # a key/value head has more query heads than one
     AHEAD: bool = False  # see `differentiate_ahead`
@@ -145,10 +152,11 @@ class Place(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A block of rows: how many the consumer has had before, and its number."""
+    """A block of rows: how many the consumer has had before, its number, and its head's slope (ALIBI)."""
 
     i: Any
     i_m: Any
+    slope: Any
 
 
 @gluon.jit
@@ -175,6 +183,12 @@ def find_rows(i, place, n, c):
     if c.GROUPED:
         i_h, i_m = place.i_h * n.group + i % n.group, place.end - 1 - i // n.group
     return i_h, i_m
+
+
+@gluon.jit
+def step_at(i, place, t, n, c):
+    i_h, i_m = find_rows(i, place, n, c)
+    return Step(i, i_m, slope_of(i_h, place.own, t, n, c))
 
 
 @gluon.jit
@@ -287,11 +301,12 @@ def differentiate_block(
     mbarrier.wait(ring.dout_full.index(slot), arrived)
     b_dp = scores(held.v.index(WG).reshape([64, c.D]), dout)
     b_s = warpgroup_mma_wait(1, [b_s])
-    b_x = gl.fma(b_s, n.factor, b_less[None, :])
+    b_x, b_cap = change_scores(b_s, b_less, place.j_0 + WG * 64, step, place.own, n, c)
     if MASKED:
         b_x = apply_mask(b_x, step.i_m, place.j_0 + WG * 64, place.own, c)
     b_p = gl.exp2(b_x)
     b_w = gl.convert_layout(b_p.to(q.dtype), operand)
+    b_p = through_cap(b_p, b_cap, c)
     b_dv = warpgroup_mma(b_w, dout, b_dv, use_acc=not FIRST, is_async=True)
     b_dp = warpgroup_mma_wait(1, [b_dp])
     b_ds = (b_p * (b_dp - part(stats, 1)[None, :])).to(q.dtype)
@@ -325,11 +340,12 @@ def differentiate_ahead(
     q, dout = ring.q.index(slot).reshape([64, c.D]), ring.dout.index(slot).reshape([64, c.D])
     stats = ring.stats.index(slot)
     await_ds(step.i + 1 + WG, WG)  # of the block before, by parity; consumer 1: of this block
-    b_x = gl.fma(b_s, n.factor, part(stats, 0)[None, :])
+    b_x, b_cap = change_scores(b_s, part(stats, 0), place.j_0 + WG * 64, step, place.own, n, c)
     if MASKED:
         b_x = apply_mask(b_x, step.i_m, place.j_0 + WG * 64, place.own, c)
     b_p = gl.exp2(b_x)
     b_w = gl.convert_layout(b_p.to(q.dtype), operand)
+    b_p = through_cap(b_p, b_cap, c)
     b_ds = (b_p * (b_dp - part(stats, 1)[None, :])).to(q.dtype)
     announce(b_ds, step.i, held, WG)
     b_dq = issue_dq(held, step.i + 3, c, WG)  # of the block before, by slot
@@ -358,32 +374,33 @@ def differentiate_keys(dk, dv, ring, held, place, t, n, c, WG: gl.constexpr):
     mbarrier.wait(held.full, 0)
     if place.end > place.start:
         if c.AHEAD:
-            b_dk, b_dv = walk_ahead(ring, held, (b_dk, b_dv), place, n, c, WG)
+            b_dk, b_dv = walk_ahead(ring, held, (b_dk, b_dv), place, t, n, c, WG)
         else:
-            b_dk, b_dv = walk_rows(ring, held, (b_dk, b_dv), place, n, c, WG)
+            b_dk, b_dv = walk_rows(ring, held, (b_dk, b_dv), place, t, n, c, WG)
     store_keys(b_dk * n.scale, b_dv, (dk, dv), held, place, t, n, c, WG)
 
 
 @gluon.jit
-def walk_rows(ring, held, sums, place, n, c, WG: gl.constexpr):
+def walk_rows(ring, held, sums, place, t, n, c, WG: gl.constexpr):
     """All row blocks, from the last one on, each of every head; those that hide keys come last, and with a
     window first."""
     HIDES: gl.constexpr = c.HAS_RIGHT or not c.WHOLE
-    sums = differentiate_block(ring, held, sums, Step(0, place.end - 1), place, n, c, WG, HIDES, True)
+    step = Step(0, place.end - 1, slope_of(place.i_h * n.group, place.own, t, n, c))
+    sums = differentiate_block(ring, held, sums, step, place, n, c, WG, HIDES, True)
     first = 1  # is done
     if c.HAS_LEFT:
         bare = (place.end - place.bare) * n.group
         for i in range(first, bare):
-            step = Step(i, find_rows(i, place, n, c)[1])
+            step = step_at(i, place, t, n, c)
             sums = differentiate_block(ring, held, sums, step, place, n, c, WG, True, False)
         first = max(first, bare)
     whole, end = (place.end - place.whole) * n.group, (place.end - place.start) * n.group
     for i in range(first, whole):
-        step = Step(i, find_rows(i, place, n, c)[1])
+        step = step_at(i, place, t, n, c)
         sums = differentiate_block(ring, held, sums, step, place, n, c, WG, False, False)
     if HIDES:
         for i in range(max(first, whole), end):
-            step = Step(i, find_rows(i, place, n, c)[1])
+            step = step_at(i, place, t, n, c)
             sums = differentiate_block(ring, held, sums, step, place, n, c, WG, True, False)
     await_ds(end - 1, WG)
     b_dq = warpgroup_mma_wait(0, [issue_dq(held, end - 1, c, WG)])
@@ -392,7 +409,7 @@ def walk_rows(ring, held, sums, place, n, c, WG: gl.constexpr):
 
 
 @gluon.jit
-def walk_ahead(ring, held, sums, place, n, c, WG: gl.constexpr):
+def walk_ahead(ring, held, sums, place, t, n, c, WG: gl.constexpr):
     """`walk_rows` by `differentiate_ahead`. The first dq that is handed over is of a block of zeros."""
     HIDES: gl.constexpr = c.HAS_RIGHT or not c.WHOLE
     announce(gl.zeros([64, 64], gl.float32, accumulator(64)).to(held.k.dtype), 3, held, WG)
@@ -404,18 +421,19 @@ def walk_ahead(ring, held, sums, place, n, c, WG: gl.constexpr):
     if c.HAS_LEFT:
         bare = min((place.end - place.bare) * n.group, last)
         for i in range(first, bare):
-            step = Step(i, find_rows(i, place, n, c)[1])
+            step = step_at(i, place, t, n, c)
             sums = differentiate_ahead(ring, held, sums, step, place, n, c, WG, True, False)
         first = bare
     whole = min((place.end - place.whole) * n.group, last)
     for i in range(first, whole):
-        step = Step(i, find_rows(i, place, n, c)[1])
+        step = step_at(i, place, t, n, c)
         sums = differentiate_ahead(ring, held, sums, step, place, n, c, WG, False, False)
     if HIDES:
         for i in range(whole, last):
-            step = Step(i, find_rows(i, place, n, c)[1])
+            step = step_at(i, place, t, n, c)
             sums = differentiate_ahead(ring, held, sums, step, place, n, c, WG, True, False)
-    sums = differentiate_ahead(ring, held, sums, Step(last, place.start), place, n, c, WG, HIDES, True)
+    step = Step(last, place.start, slope_of((place.i_h + 1) * n.group - 1, place.own, t, n, c))
+    sums = differentiate_ahead(ring, held, sums, step, place, n, c, WG, HIDES, True)
     if WG == 0:
         await_ds(last, WG)
     b_dq = warpgroup_mma_wait(0, [issue_dq(held, last, c, WG)])

@@ -40,9 +40,12 @@ LEAST_KEYS_OF: dict[tuple[Phase, int], dict[Feature, int]] = {
     (Phase.FORWARD, 128): {_F.WINDOW: 1024, _F.ALIBI: 1024, _F.SINKS: 1024, _F.VARLEN: 1024}
     | {_F.KV_LENS: 2048, _F.SOFTCAP: 4096, _F.Q_OFFSET: 32768},
     # sinks change nothing but lse
-    (Phase.BACKWARD, 64): {_F.WINDOW: 1024, _F.SINKS: 0, _F.VARLEN: 2048, _F.KV_LENS: 4096},
-    (Phase.BACKWARD, 128): {_F.WINDOW: 1024, _F.SINKS: 0, _F.VARLEN: 1024, _F.KV_LENS: 4096},
+    (Phase.BACKWARD, 64): {_F.WINDOW: 1024, _F.SINKS: 0, _F.VARLEN: 2048, _F.KV_LENS: 4096}
+    | {_F.SOFTCAP: 1024, _F.ALIBI: 1024},
+    (Phase.BACKWARD, 128): {_F.WINDOW: 1024, _F.SINKS: 0, _F.VARLEN: 1024, _F.KV_LENS: 4096}
+    | {_F.SOFTCAP: 1024, _F.ALIBI: 1024},
 }
+TIMED_CAUSAL = {_F.SOFTCAP, _F.ALIBI}  # of gradients, with a causal mask alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +208,9 @@ def _special(spec: AttentionSpec) -> frozenset[Feature]:
 
 
 def _behind(spec: AttentionSpec) -> str:
-    ahead = LEAST_KEYS_OF.get((spec.phase, box_of(spec.head_dim)), {}).keys()
+    ahead = set(LEAST_KEYS_OF.get((spec.phase, box_of(spec.head_dim)), {}))
+    if spec.phase is Phase.BACKWARD and not spec.causal:
+        ahead -= TIMED_CAUSAL
     behind = sorted(f.value for f in _special(spec) - ahead)
     return f"{', '.join(behind)}: not known to be quicker on Hopper" if behind else ""
 

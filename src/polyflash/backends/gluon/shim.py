@@ -189,6 +189,27 @@ def keep_where(b_s, bound, TEST: gl.constexpr):
     return found
 
 
+@gluon.constexpr_function
+def _lower(count: int) -> str:
+    """`count` scores $0.. of a thread, two rows by turns, and the distance from its first column times a
+    slope each."""
+    told = []
+    for i in range(count):
+        at = f"{2 * count + i // 2 % 2 * 2}, {i // 4 * 8 + i % 2}.0"
+        told.append(f" add.f32 d, ${at}; abs.f32 d, d; fma.rn.f32 ${i}, d, ${3 * count}, ${i};")
+    return f"{{ .reg .f32 d;{''.join(told)} }}"
+
+
+@gluon.jit
+def lower_by_distance(b_x, b_steps, slope):
+    """x + slope·|steps| in [64, 64]; `b_steps` are those of the first column of eight that a thread has, and
+    further ones stand in the code."""
+    ASM: gl.constexpr = _lower(32)
+    CONSTRAINTS: gl.constexpr = _in_place(32, "f") + ",f" * 32
+    given = [b_x, b_steps, slope]
+    return gl.inline_asm_elementwise(ASM, CONSTRAINTS, given, dtype=gl.float32, is_pure=True, pack=32)
+
+
 @gluon.jit
 def reciprocal(b_x):
     """1 / x of what is 1 or more, in one instruction."""
