@@ -33,7 +33,7 @@ from polyflash.backends.triton.places import (
     unravel,
 )
 from polyflash.backends.triton.products import finite, negated, product
-from polyflash.backends.triton.ptx import unpacked
+from polyflash.backends.triton.ptx import halves, unpacked
 from polyflash.backends.triton.scores import (
     LOWEST,
     Sums,
@@ -273,6 +273,7 @@ def score_class(CLASS: tl.constexpr, PARTS: tl.constexpr, scores, b_q, b_w, keys
 @triton.jit
 def score_block(b_q, o_k, keys, side, rows, place, t, c):
     """q·k of a block, [BLOCK_M, BLOCK_N]."""
+    b_q = classes(b_q, side.PER)
     b_w = load_turned(t.k, o_k, keys.m_n, 0, side.DIM // side.PER, side.WORDS, c.CACHE)
     # Two parts of a scaled q: what is rounded of it is the same for all keys, and would show in their sum.
     PARTS: tl.constexpr = 2 if side.SCALE == "channel" and c.PARTS == 1 else c.PARTS
@@ -300,6 +301,78 @@ def score_block(b_q, o_k, keys, side, rows, place, t, c):
 
 
 @triton.jit
+def of_all_classes(b_w, CODES: tl.constexpr, PER: tl.constexpr, PTX: tl.constexpr):
+    """The codes of words [keys, words], twice, in the order of `halves_by_classes`."""
+    b_0, b_1 = decoded(b_w, 0, CODES, PTX), decoded(b_w, 1, CODES, PTX)
+    if PER > 2:
+        b_2, b_3 = decoded(b_w, 2, CODES, PTX), decoded(b_w, 3, CODES, PTX)
+        b_x = tl.join(tl.join(b_0, b_2), tl.join(b_1, b_3))
+        b_x = tl.join(b_x, b_x).permute(0, 2, 3, 4, 1)
+    else:
+        b_x = tl.join(b_0, b_1)
+        b_x = tl.join(b_x, b_x).permute(0, 2, 3, 1)
+    return b_x.reshape(b_w.shape[0], 2 * PER * b_w.shape[1])
+
+
+@triton.jit
+def halves_by_classes(b_x, PER: tl.constexpr, PTX: tl.constexpr):
+    """float32 [rows, channels] as bfloat16 [rows, 2·channels]: of each class what is lost of its channels by
+    rounding, and then what is kept."""
+    if PTX:
+        b_0, b_1 = halves(b_x)
+    else:
+        b_0, b_1, _ = parts_of(b_x, 2, False)
+    b_y = tl.join(b_1, b_0).reshape(b_x.shape[0], b_x.shape[1] // PER, PER, 2).permute(0, 2, 3, 1)
+    return b_y.reshape(b_x.shape[0], 2 * b_x.shape[1])
+
+
+@triton.jit
+def of_channels(j_0, table, TOKENS: tl.constexpr, side, rows, place, t, c):
+    """The entries of all channels for the block from key j_0 on, all of whose keys have the same."""
+    o_d = tl.arange(0, side.PER * side.WORDS)
+    o_table = table_rows(j_0, table, TOKENS, rows, place, t, c)
+    return tl.load(table.p + o_table + o_d * table.d, mask=o_d < side.DIM, other=0.0)
+
+
+@triton.jit
+def score_channels(b_q, o_k, keys, side, rows, place, t, c):
+    """q·k of a block, [BLOCK_M, BLOCK_N], where channels of K have scales and products are TURNED: one
+    product, of all classes of k with two parts of a scaled q."""
+    # Integers lie below the bits of 128 as they are loaded: this leaves with the shifts.
+    HIGH: tl.constexpr = side.CODES == "int4" and c.PARTS == 1
+    b_w = load_tile(t.k, o_k, keys.m_n, 0, side.DIM // side.PER, side.WORDS, c.CACHE)
+    b_k = of_all_classes(b_w, "int4+136" if HIGH else side.CODES, side.PER, c.PTX)
+    b_wide = b_q.to(tl.float32)
+    b_scale = of_channels(keys.j_0, t.k_scale, side.TOKENS, side, rows, place, t, c)
+    b_x = halves_by_classes(b_wide * b_scale[None, :], side.PER, c.PTX)
+    b_s = tl.trans(tl.dot(b_k, tl.trans(b_x)))
+    if side.SHIFT == "channel":
+        b_t = of_channels(keys.j_0, t.k_shift, side.SHIFT_TOKENS, side, rows, place, t, c)
+        if HIGH:
+            b_t = tl.fma(b_scale, -136.0, b_t)
+        b_s += tl.sum(b_wide * b_t[None, :], 1)[:, None]
+    elif HIGH:
+        b_s += tl.sum(b_wide * (b_scale * -136.0)[None, :], 1)[:, None]
+    if side.SHIFT == "key":
+        b_t = of_keys(keys, t.k_shift, side.SHIFT_TOKENS, rows, place, t, c)
+        b_s += tl.sum(b_wide, 1)[:, None] * b_t[None, :]
+    return b_s
+
+
+@triton.jit
+def summed(b_x, sums, alpha, c):
+    """Older sums of rows times alpha, and those of a tile: of TURNED ones each of every 32nd key, as threads
+    hold them, to be added up behind the last block."""
+    if c.TURNED:
+        LATE: tl.constexpr = sums.shape[1]
+        b_x = tl.sum(b_x.reshape(b_x.shape[0], b_x.shape[1] // LATE, LATE), 1)
+        sums = tl.fma(sums, tl.broadcast_to(alpha[:, None], sums.shape), b_x)
+    else:
+        sums = sums * alpha + tl.sum(b_x, 1)
+    return sums
+
+
+@triton.jit
 def ones(b_x):
     return tl.where(b_x, 1.0, 0.0).to(tl.bfloat16)
 
@@ -311,9 +384,10 @@ def add_class(CLASS: tl.constexpr, acc, weights, b_w, keys, side, rows, place, t
     b_p, b_parts, b_seen, b_some, alpha = weights
     b_v = decoded(b_w, CLASS, side.CODES, c.PTX)
     if side.SCALE == "element":
-        b_v = values(b_v, keys, t.v_scale, t.v_shift, CLASS, side, False, rows, place, t, c)
+        b_v = values(b_v, keys, t.v_scale, t.v_shift, CLASS, side, c.TURNED, rows, place, t, c)
         if c.PARTS == 1:
             b_v = b_v.to(tl.bfloat16)
+    b_v = turned(b_v, c)
     b_all = b_v.to(tl.float32)
     if AGAIN:
         b_v = finite(b_v)
@@ -343,14 +417,18 @@ def add_class(CLASS: tl.constexpr, acc, weights, b_w, keys, side, rows, place, t
 def add_block(b_s, b_p, alpha, sums, keys, side, rows, place, t, c, AGAIN: tl.constexpr):
     """The sums with a block's share of the output."""
     o_v, _ = block_offsets(keys.j_0, t.v, t.x, rows.i_hkv, place, c)
-    b_w = load_tile(t.v, o_v, keys.m_n, 0, side.DIM // side.PER, side.WORDS, c.CACHE)
+    if c.TURNED:
+        b_w = load_turned(t.v, o_v, keys.m_n, 0, side.DIM // side.PER, side.WORDS, c.CACHE)
+    else:
+        b_w = load_tile(t.v, o_v, keys.m_n, 0, side.DIM // side.PER, side.WORDS, c.CACHE)
     b_seen, b_some, shifts = b_s != float("-inf"), tl.sum(b_p, 1), sums.shifts
     if side.SHIFT == "key":
         b_t = of_keys(keys, t.v_shift, side.SHIFT_TOKENS, rows, place, t, c)
-        shifts = shifts * alpha + tl.sum(tl.where(b_seen, b_p * b_t[None, :], 0.0), 1)
+        b_x = b_p * b_t[None, :]  # 0 by 0 of keys that no row sees
+        shifts = summed(b_x if c.ALONE else tl.where(b_seen, b_x, 0.0), shifts, alpha, c)
     if side.SCALE == "key":
-        b_t = of_keys(keys, t.v_scale, side.TOKENS, rows, place, t, c)
-        b_p = tl.where(b_seen, b_p * b_t[None, :], 0.0)
+        b_p = b_p * of_keys(keys, t.v_scale, side.TOKENS, rows, place, t, c)[None, :]
+        b_p = b_p if c.ALONE else tl.where(b_seen, b_p, 0.0)
     weights = Weights(b_p, parts_of(b_p, c.PARTS), b_seen, b_some, alpha)
     acc2, acc3 = sums.acc2, sums.acc3
     acc0 = add_class(0, sums.acc0, weights, b_w, keys, side, rows, place, t, c, AGAIN)
@@ -368,7 +446,10 @@ def attend_coded_block(i_n, blocks, sums, b_q, k_side, v_side, rows, place, t, n
     o_k, m_n = block_offsets(j_0, t.k, t.x, rows.i_hkv, place, c)
     o_n = j_0 + tl.arange(0, c.BLOCK_N)
     keys = Keys(j_0, o_n, m_n & (o_n >= place.start) if c.ALONE else m_n)
-    b_s = score_block(b_q, o_k, keys, k_side, rows, place, t, c)
+    if c.TURNED and k_side.SCALE == "channel":
+        b_s = score_channels(b_q, o_k, keys, k_side, rows, place, t, c)
+    else:
+        b_s = score_block(b_q, o_k, keys, k_side, rows, place, t, c)
     if c.CHANGED:
         b_s, _ = change_scores(b_s, t.x, place, rows, keys, n, c.SOFTCAP)
     if t.x.page_table is not None:  # an entry that names no page hides its keys
@@ -428,12 +509,24 @@ def attend_coded_blocks(blocks, sums, b_q, rows, place, t, n, c, AGAIN: tl.const
 
 
 @triton.jit
+def load_rows(rows, place, t, c):
+    """The rows of a tile."""
+    o_q = head_offsets(t.q, place.i_batch, rows.o_h, place.first_q + rows.o_i)
+    b_q = load_tile(t.q, o_q, rows.m_row, 0, c.D, c.K_PER * c.K_WORDS, "")
+    if c.NEGATIVE:
+        b_q = negated(b_q)
+    return b_q
+
+
+@triton.jit
 def interleaved(sums, c):
     """The output's classes as one tile."""
-    b_even, b_odd = turned(sums.acc0, c), turned(sums.acc1, c)
+    b_even, b_odd, shifts = turned(sums.acc0, c), turned(sums.acc1, c), sums.shifts
     if c.V_PER > 2:
         b_even, b_odd = tl.join(b_even, turned(sums.acc2, c)), tl.join(b_odd, turned(sums.acc3, c))
-    return tl.join(b_even, b_odd).reshape(c.BLOCK_M, c.V_PER * c.V_WORDS) + sums.shifts[:, None]
+    if c.TURNED:
+        shifts = tl.sum(shifts, 1)
+    return tl.join(b_even, b_odd).reshape(c.BLOCK_M, c.V_PER * c.V_WORDS) + shifts[:, None]
 
 
 @triton.jit
@@ -457,23 +550,23 @@ def attend_codes(t, n, c):
             tl.max(rows.o_hi, 0),
             place.position,
         )
-    o_q = head_offsets(t.q, place.i_batch, rows.o_h, place.first_q + rows.o_i)
-    b_q = load_tile(t.q, o_q, rows.m_row, 0, c.D, c.K_PER * c.K_WORDS, "")
-    if c.NEGATIVE:
-        b_q = negated(b_q)
-    b_q = classes(b_q, c.K_PER)
+    b_q = load_rows(rows, place, t, c)
     m_i, l_i = tl.full([c.BLOCK_M], LOWEST, tl.float32), tl.zeros([c.BLOCK_M], tl.float32)
     acc = turned(tl.zeros([c.BLOCK_M, c.V_WORDS], tl.float32), c)
-    rest = acc if c.V_PER > 2 else l_i
-    fresh = CodedSums(m_i, l_i, l_i, l_i, acc, acc, rest, rest)
+    rest = acc if c.V_PER > 2 else m_i
+    late_sums = tl.zeros([c.BLOCK_M, min(32, c.BLOCK_N)], tl.float32) if c.TURNED else l_i
+    fresh = CodedSums(m_i, late_sums, l_i, late_sums, acc, acc, rest, rest)
     sums = attend_coded_blocks(blocks, fresh, b_q, rows, place, t, n, c, False)
     if not c.FINITE:  # a weight of 0 times a hidden NaN is NaN
         total = tl.sum(tl.ravel(interleaved(sums, c), can_reorder=True), 0)
         if total - total != 0.0:
             hiding = Blocks(blocks.lo, blocks.hi, blocks.lo, blocks.lo)
+            b_q = load_rows(rows, place, t, c)
             sums = attend_coded_blocks(hiding, fresh, b_q, rows, place, t, n, c, True)
     units = -n.scale if c.NEGATIVE else n.scale
     if c.CHANGED:
         units = 1.0
     acc, l_i = interleaved(sums, c), sums.l_i
+    if c.TURNED:
+        l_i = tl.sum(l_i, 1)
     finalize(i_s, Sums(sums.m_i, l_i, acc, acc, sums.l_lost, l_i, l_i), units, rows, place, t, n, c)

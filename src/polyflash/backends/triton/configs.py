@@ -224,7 +224,8 @@ def _choose_coded(spec: AttentionSpec, target: Target, rows: int) -> DecodeConfi
     codes = [x for x in codes_of(spec.codes) if x is not None]
     blocks = [b for x in codes for b in (x.scale, x.shift) if b is not None and b.channels == 1 and b.tokens]
     vendor = "hip" if target.kind == "hip" else "cuda"
-    block_n, warps, stages, registers = tables.CODED[vendor, scales_channels(spec.codes)]
+    kind = "turned" if rows < LEAST else "channels" if scales_channels(spec.codes) else "keys"
+    block_n, warps, stages, registers = tables.CODED[vendor, kind]
     block_n = max(LEAST, min(block_n, *(b.tokens & -b.tokens for b in blocks), block_n))
     bits = sum(
         KINDS[x.dtype].bits * dim for x, dim in zip(codes, (spec.head_dim, spec.head_dim_v), strict=False)
