@@ -35,12 +35,13 @@ def pairs(size: tuple[int, int], asked: argparse.Namespace, name: str) -> Iterat
     shape, draw = (size[0], kv_heads, size[1], asked.dim), torch.Generator("cuda").manual_seed(1)
     taken = 0
     for _ in range(MOST_SETS):
-        k, v = (torch.randn(shape, generator=draw, device="cuda").bfloat16() for _ in range(2))
+        k = torch.randn(shape, generator=draw, device="cuda").bfloat16()
         k += 2 * torch.randn(asked.dim, generator=draw, device="cuda").bfloat16()
+        pair: Any = k, torch.randn(shape, generator=draw, device="cuda").bfloat16()
         if name != BASE:
-            k, v = (quantize(x, scheme) for x, scheme in zip((k, v), NAMED[name], strict=True))
-        yield k, v
-        taken += k.nbytes + v.nbytes
+            pair = tuple(quantize(x, scheme) for x, scheme in zip(pair, NAMED[name], strict=True))
+        yield pair
+        taken += sum(x.nbytes for x in pair)
         if taken > SETS_BYTES:
             return
 

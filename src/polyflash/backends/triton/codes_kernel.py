@@ -33,7 +33,7 @@ from polyflash.backends.triton.places import (
     unravel,
 )
 from polyflash.backends.triton.products import finite, negated, product
-from polyflash.backends.triton.ptx import halves, unpacked
+from polyflash.backends.triton.ptx import halves, multiply_add, unpacked
 from polyflash.backends.triton.scores import (
     LOWEST,
     Sums,
@@ -225,6 +225,23 @@ def values(b_x, keys, scale, shift, CLASS: tl.constexpr, side, LAID: tl.constexp
 
 
 @triton.jit
+def rounded_values(b_x, keys, scale, shift, CLASS: tl.constexpr, side, LAID: tl.constexpr, rows, place, t, c):
+    """`values` in bfloat16, scales and shifts too."""
+    b_t = of_elements(keys, scale, side.TOKENS, side.CHANNELS, CLASS, side, rows, place, t, c).to(tl.bfloat16)
+    b_scale = tl.trans(b_t) if LAID else b_t
+    b_shift = tl.full(b_x.shape, -0.0, tl.bfloat16)
+    if shift is not None:
+        b_t = of_elements(keys, shift, side.SHIFT_TOKENS, side.SHIFT_CHANNELS, CLASS, side, rows, place, t, c)
+        b_t = b_t.to(tl.bfloat16)
+        b_shift = tl.trans(b_t) if LAID else b_t
+    if c.PTX:
+        b_x = multiply_add(b_x, b_scale, b_shift)
+    else:
+        b_x = tl.fma(b_x.to(tl.float32), b_scale.to(tl.float32), b_shift.to(tl.float32)).to(tl.bfloat16)
+    return b_x
+
+
+@triton.jit
 def classes(b_x, PER: tl.constexpr):
     """The classes of channels of a tile [rows, PER·words]; two of them twice if there are no four."""
     WORDS: tl.constexpr = b_x.shape[1] // PER
@@ -384,9 +401,10 @@ def add_class(CLASS: tl.constexpr, acc, weights, b_w, keys, side, rows, place, t
     b_p, b_parts, b_seen, b_some, alpha = weights
     b_v = decoded(b_w, CLASS, side.CODES, c.PTX)
     if side.SCALE == "element":
-        b_v = values(b_v, keys, t.v_scale, t.v_shift, CLASS, side, c.TURNED, rows, place, t, c)
         if c.PARTS == 1:
-            b_v = b_v.to(tl.bfloat16)
+            b_v = rounded_values(b_v, keys, t.v_scale, t.v_shift, CLASS, side, c.TURNED, rows, place, t, c)
+        else:
+            b_v = values(b_v, keys, t.v_scale, t.v_shift, CLASS, side, c.TURNED, rows, place, t, c)
     b_v = turned(b_v, c)
     b_all = b_v.to(tl.float32)
     if AGAIN:

@@ -80,3 +80,10 @@ def halves(b_x):
     """float32 as a sum of two bfloat16."""
     kinds: tl.constexpr = (tl.bfloat16, tl.bfloat16)
     return tl.inline_asm_elementwise(_HALVES, "=r,=r,r,r", [b_x], kinds, True, 2)
+
+
+@triton.jit
+def multiply_add(b_x, b_y, b_z):
+    """x·y + z of bfloat16, rounded once."""
+    asm: tl.constexpr = "fma.rn.bf16x2 $0, $1, $2, $3;"
+    return tl.inline_asm_elementwise(asm, "=r,r,r,r", [b_x, b_y, b_z], tl.bfloat16, True, 2)
