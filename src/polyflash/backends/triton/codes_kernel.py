@@ -175,6 +175,18 @@ def times(b_parts, b_y, acc, PARTS: tl.constexpr, c):
 
 
 @triton.jit
+def offsets_of_block(j_0, x, rows, place, t, c):
+    """`block_offsets` of K or V. Of TURNED products, whose registers allow it, what is the same for all
+    blocks stands apart, so that it leaves the loop."""
+    o_x, m_n = block_offsets(j_0, x, t.x, rows.i_hkv, place, c)
+    if c.TURNED and t.x.page_table is None:
+        o_x = tl.cast(place.i_batch, tl.int64) * x.b + tl.cast(rows.i_hkv, tl.int64) * x.h
+        o_x += tl.cast(place.first_k + j_0, tl.int64) * x.s
+        o_x = o_x + tl.arange(0, c.BLOCK_N).to(tl.int64) * x.s
+    return o_x, m_n
+
+
+@triton.jit
 def of_class(j_0, table, TOKENS: tl.constexpr, CLASS: tl.constexpr, side, rows, place, t, c):
     """The entries of a class of channels for the block from key j_0 on, all of whose keys have the same."""
     o_d = side.PER * tl.arange(0, side.WORDS) + CLASS
@@ -434,7 +446,7 @@ def add_class(CLASS: tl.constexpr, acc, weights, b_w, keys, side, rows, place, t
 @triton.jit
 def add_block(b_s, b_p, alpha, sums, keys, side, rows, place, t, c, AGAIN: tl.constexpr):
     """The sums with a block's share of the output."""
-    o_v, _ = block_offsets(keys.j_0, t.v, t.x, rows.i_hkv, place, c)
+    o_v, _ = offsets_of_block(keys.j_0, t.v, rows, place, t, c)
     if c.TURNED:
         b_w = load_turned(t.v, o_v, keys.m_n, 0, side.DIM // side.PER, side.WORDS, c.CACHE)
     else:
@@ -461,7 +473,7 @@ def add_block(b_s, b_p, alpha, sums, keys, side, rows, place, t, c, AGAIN: tl.co
 def attend_coded_block(i_n, blocks, sums, b_q, k_side, v_side, rows, place, t, n, c, AGAIN: tl.constexpr):
     """One key block: its scores, their weights, their share of the output."""
     j_0 = i_n * c.BLOCK_N
-    o_k, m_n = block_offsets(j_0, t.k, t.x, rows.i_hkv, place, c)
+    o_k, m_n = offsets_of_block(j_0, t.k, rows, place, t, c)
     o_n = j_0 + tl.arange(0, c.BLOCK_N)
     keys = Keys(j_0, o_n, m_n & (o_n >= place.start) if c.ALONE else m_n)
     if c.TURNED and k_side.SCALE == "channel":

@@ -287,10 +287,6 @@ def block_offsets(j_0, k, x, i_hkv, place, c):
         i_page = tl.where(is_page, i_page, 0).to(tl.int64)
         o_k = i_page * k.b + tl.cast(i_hkv, tl.int64) * k.h + (o_n % c.PAGE).to(tl.int64) * k.s
         return o_k, (o_n < place.live) & is_page
-    elif x.page_table is None:  # what is the same for all blocks stands apart, so that it leaves the loop
-        o_k = tl.cast(place.i_batch, tl.int64) * k.b + tl.cast(i_hkv, tl.int64) * k.h
-        o_k += tl.cast(place.first_k + j_0, tl.int64) * k.s
-        return o_k + tl.arange(0, c.BLOCK_N).to(tl.int64) * k.s, o_n < place.live
     else:
         return key_offsets(o_n, k, x, i_hkv, place, c.PAGE)
 
