@@ -247,7 +247,7 @@ EIGHTS = tuple(
     for gpu, d in product(GPUS, (64, 128, 256))
     if targets.parse(gpu).arch not in configs.WITHOUT_FP8
 )
-# Two second passes over values that may not be finite: Triton 3.6 failed where they share a split q.
+# The second pass over values that may not be finite: Triton 3.6 failed where both passes shared a split q.
 CODED_ROWS = tuple(
     Case(Phase.DECODE, gpu, dtype, 64, problem)
     for gpu, (dtype, problem) in product(

@@ -13,7 +13,7 @@ import polyflash
 from polyflash.backends.triton import configs
 from polyflash.quant import NAMED, QuantizedTensor, Scheme, quantize
 from polyflash.reference import attention_reference
-from polyflash.spec import Phase
+from polyflash.spec import Feature, Phase
 from polyflash.target import parse
 from tests.device import ON_A_CPU
 from tests.integers import operands, with_coded_weights
@@ -112,6 +112,22 @@ def test_blocks_share_the_scales_of_channels():
     spec = polyflash.explain(q, k, v, backend="triton").spec
     spec = replace(spec, codes=f"{k.form},{v.form}")
     assert configs.choose_decode(spec, parse("cuda:sm90")).block_n == 32
+
+
+def test_few_blocks_have_a_tile_of_their_own():
+    """Of no call whose bits may follow no length, nor of a config that was asked for."""
+    q, k, v = qkv(1, 64, 64, torch.bfloat16)
+    for name, blocks in (("int4", (64, 4, 0)), ("int8", (64, 4, 0))):
+        pair = [quantize(x, s) for x, s in zip((k, v), NAMED[name], strict=True)]
+        spec = polyflash.explain(q, *pair, backend="triton").spec
+        spec, target = replace(spec, codes=f"{pair[0].form},{pair[1].form}"), parse("cuda:sm90")
+        chosen = configs.choose_decode(spec, target)
+        short = configs.short_coded(chosen, spec, target)
+        assert (short.block_n, short.num_warps, short.max_registers) == blocks
+        assert configs.short_coded(replace(chosen, num_stages=4), spec, target) is None
+        invariant = replace(spec, features=spec.features | {Feature.BATCH_INVARIANT})
+        chosen = configs.choose_decode(invariant, target)
+        assert configs.short_coded(chosen, invariant, target) is None
 
 
 PRODUCTS = {

@@ -238,7 +238,7 @@ def values(b_x, keys, scale, shift, CLASS: tl.constexpr, side, LAID: tl.constexp
 
 @triton.jit
 def rounded_values(b_x, keys, scale, shift, CLASS: tl.constexpr, side, LAID: tl.constexpr, rows, place, t, c):
-    """`values` in bfloat16, scales and shifts too."""
+    """`values` in bfloat16, scales and shifts too: a third of the instructions."""
     b_t = of_elements(keys, scale, side.TOKENS, side.CHANNELS, CLASS, side, rows, place, t, c).to(tl.bfloat16)
     b_scale = tl.trans(b_t) if LAID else b_t
     b_shift = tl.full(b_x.shape, -0.0, tl.bfloat16)
@@ -246,11 +246,7 @@ def rounded_values(b_x, keys, scale, shift, CLASS: tl.constexpr, side, LAID: tl.
         b_t = of_elements(keys, shift, side.SHIFT_TOKENS, side.SHIFT_CHANNELS, CLASS, side, rows, place, t, c)
         b_t = b_t.to(tl.bfloat16)
         b_shift = tl.trans(b_t) if LAID else b_t
-    if c.PTX:
-        b_x = multiply_add(b_x, b_scale, b_shift)
-    else:
-        b_x = tl.fma(b_x.to(tl.float32), b_scale.to(tl.float32), b_shift.to(tl.float32)).to(tl.bfloat16)
-    return b_x
+    return multiply_add(b_x, b_scale, b_shift)
 
 
 @triton.jit
@@ -413,10 +409,11 @@ def add_class(CLASS: tl.constexpr, acc, weights, b_w, keys, side, rows, place, t
     b_p, b_parts, b_seen, b_some, alpha = weights
     b_v = decoded(b_w, CLASS, side.CODES, c.PTX)
     if side.SCALE == "element":
-        if c.PARTS == 1:
+        if c.PARTS == 1 and c.PTX:
             b_v = rounded_values(b_v, keys, t.v_scale, t.v_shift, CLASS, side, c.TURNED, rows, place, t, c)
         else:
             b_v = values(b_v, keys, t.v_scale, t.v_shift, CLASS, side, c.TURNED, rows, place, t, c)
+            b_v = b_v.to(tl.bfloat16) if c.PARTS == 1 else b_v
     b_v = turned(b_v, c)
     b_all = b_v.to(tl.float32)
     if AGAIN:
