@@ -168,7 +168,7 @@ def attend_call(
 def run(
     launch: Launch, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, args: Arguments
 ) -> tuple[Tensor, Tensor]:
-    """As `forward.run`, of another config where keys are few."""
+    """The forward's run, of another config where keys are few."""
     if launch.prepared is None:
         launch.prepared = Prepared(launch)
     if launch.prepared.is_short(q, k, args):
