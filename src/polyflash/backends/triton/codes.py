@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from polyflash.backends.gpu.launch import tile_count
+from polyflash.backends.gpu.launch import splits, tile_count
 from polyflash.backends.gpu.numbers import Numbers, flags_of, sizes_of
 from polyflash.backends.gpu.views import element_masked, operands_of, rows_of, view_of
 from polyflash.backends.triton import forward, runtime, tables, tiles
 from polyflash.backends.triton.codes_kernel import CodedTensors, attend_codes
-from polyflash.backends.triton.configs import scales_channels, short_coded
+from polyflash.backends.triton.configs import coded_kind, scales_channels, short_coded
 from polyflash.backends.triton.constants import Constants
 from polyflash.quant.scheme import Block, Codes, codes_of, per_word
 
@@ -86,12 +86,14 @@ class Prepared(forward.Prepared):
             self.short.config, self.short.prepared = config, None
 
     def is_short(self, q: Tensor, k: Tensor, args: Arguments) -> bool:
-        """Are there no more blocks of keys than cores?"""
+        """Are there so few blocks of keys? See `tables.CODED_SHORT`."""
         if self.short is None or args.cu_seqlens_q is not None:
             return False
-        keys = k.shape[2] if args.page_table is None else args.page_table.shape[1] * k.shape[2]
-        blocks = -(-keys // self.short.config.block_n)
-        return bool(q.shape[0] * k.shape[1] * blocks <= self.target.cores)
+        config = self.short.config
+        *_, most, programs = tables.CODED_SHORT[coded_kind(self.short.spec, config.block_m)]
+        size, parts = splits(config, q, k, args, self.cores)
+        many = q.shape[0] * k.shape[1] * parts > programs * self.target.cores
+        return abs(size) <= most * config.block_n and not many
 
     def coded(self, q: Tensor, k: Tensor, out: Tensor, args: Arguments, split: bool) -> Ready:
         page_size = 0 if args.page_table is None else k.shape[2]

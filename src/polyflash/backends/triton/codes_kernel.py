@@ -7,7 +7,7 @@ they read 16-bit operands; class r of a tile is channel PER·w + r of every word
 held by classes likewise. Products are of bfloat16, which holds every code exactly, and of one, two or three
 bfloat16 parts of q and of the weights, as their dtype needs. Scales leave the tiles where they can: of keys
 they go to scores and weights, of channels to q and to the sums of a block. Others are applied to the tile
-("element"); one of V is then rounded as a decoded tensor is.
+("element"); one of V is then rounded as a decoded tensor is, and for bfloat16 on NVIDIA so are its scales.
 """
 
 from __future__ import annotations

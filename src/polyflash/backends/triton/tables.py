@@ -347,14 +347,24 @@ EXACT_DECODE = {128: (64, 4, 2)}
 CODED: dict[tuple[str, str], tuple[int, int, int, int]] = {
     ("cuda", "keys"): (128, 4, 3, 0),
     ("cuda", "channels"): (32, 4, 2, 0),
-    ("cuda", "turned"): (64, 2, 3, 168),
+    ("cuda", "turned"): (64, 2, 2, 168),
+    ("cuda", "turned4"): (
+        64,
+        2,
+        3,
+        168,
+    ),  # of 4 bits: 0.93 to 1.01 of 2 stages' time, int8 1.02 to 1.23
     ("hip", "keys"): (64, 4, 1, 0),
     ("hip", "channels"): (64, 4, 1, 0),
 }
-# What has scales, or that products are turned -> likewise on NVIDIA where every block of keys is a program of
-# its own and cores are left, as of one short request, whose time is that of one block. H100, 1k keys: 0.88 to
-# 0.97 of the time that the tiles above had.
-CODED_SHORT: dict[str, tuple[int, int, int]] = {"keys": (64, 4, 3), "turned": (64, 4, 2)}
+# likewise -> keys of a block, warps, stages on NVIDIA of launches whose programs have at most so many blocks
+# each and are at most so many per core: the time of one short request is that of its blocks one behind the
+# other. H100, 1k keys: 0.88 to 0.97 of the time that the tiles above had; turned int8, 4k keys: 0.96.
+CODED_SHORT: dict[str, tuple[int, int, int, int, int]] = {
+    "keys": (64, 4, 3, 1, 1),
+    "turned": (64, 4, 2, 2, 2),
+    "turned4": (64, 4, 2, 1, 1),
+}
 # Likewise: programs per core that few walks are cut into, as unpacking takes turns with waiting. H100: int8
 # against 64k keys had 0.81 of the time with 1 that it had with 3, int4 0.81 with 6 of what it had with 3
 CODED_PROGRAMS = {False: 1, True: 6}
