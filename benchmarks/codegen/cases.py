@@ -57,6 +57,7 @@ def _meta(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
 
 _LONG: dict[str, Any] = {"seqlen_q": LONGEST_ROWS, "seqlen_k": LONGEST_ROWS}
 _TOKEN: dict[str, Any] = {"query_heads": 32, "kv_heads": 8, "seqlen_q": 1}
+_FEW: dict[str, Any] = {**_TOKEN, "seqlen_q": 2}
 _CAUSAL, _WINDOW, _LENS = {"causal": True}, {"causal": True, "window_left": 512}, {"kv_lens": _meta(BATCH)}
 _STARTS = {**_LENS, "kv_starts": _meta(BATCH)}
 _CAPPED = {"causal": True, "softcap": 30.0, "sinks": _meta(HEADS, dtype=torch.float32)}
@@ -89,6 +90,8 @@ PROBLEMS = {
     "int4": Problem(_LENS, **_TOKEN, codes="int4/64x1+64x1,int4/1x0+1x0"),
     "int4-blocks": Problem(_LENS, **_TOKEN, codes="int4/64x1+64x1,int4/1x32+1x32"),
     "fp8": Problem(_LENS, **_TOKEN, codes="fp8_e4m3/1x0,fp8_e4m3/1x0"),
+    "int4-rows": Problem(_CAUSAL, **_FEW, codes="int4/64x1+64x1,int4/1x32+1x32"),
+    "mxfp4-rows": Problem(_CAUSAL, **_FEW, codes="mxfp4/1x32,mxfp4/1x32"),
     "int8-products": Problem(codes="int8/1x0*int8,-"),
     "int8-products-causal": Problem(_CAUSAL, codes="int8/1x0+0x1*int8,-"),
     "fp8-products": Problem(codes=_BOTH),
@@ -225,7 +228,7 @@ def every_case() -> tuple[Case, ...]:
             arch = tables.ARCHS[targets.parse(gpu).arch]
             for d, hides in tables.LONG.get((arch.family, 2), {}):
                 made.append(case("bfloat16", d, "long-causal" if hides else "long"))
-    return (*made, *GLUON, *CODES, *EIGHTS)
+    return (*made, *GLUON, *CODES, *EIGHTS, *CODED_ROWS)
 
 
 _KINDS = "full", "causal", "ragged", "window", "lens", "packed", "capped", "alibi"
@@ -242,6 +245,13 @@ EIGHTS = tuple(
     Case(Phase.FORWARD, gpu, "bfloat16", d, "fp8-products-causal")
     for gpu, d in product(GPUS, (64, 128, 256))
     if targets.parse(gpu).arch not in configs.WITHOUT_FP8
+)
+# The second pass over values that may not be finite: Triton 3.6 failed where both passes shared a split q.
+CODED_ROWS = tuple(
+    Case(Phase.DECODE, gpu, dtype, 64, problem)
+    for gpu, (dtype, problem) in product(
+        ONE_OF_EACH, product(("bfloat16", "float32"), ("int4-rows", "mxfp4-rows"))
+    )
 )
 # (phase, architectures) whose kernels of head dims 64 and 128 in 16 bits spill nothing, unless that is faster
 CLEAN = (
@@ -283,6 +293,7 @@ for _gpu in ONE_OF_EACH:
     }
 _SINGLE |= {Case(Phase.DECODE, "cuda:sm90", "bfloat16", 128, codes) for codes in ("int8", "int4", "fp8")}
 _SINGLE |= {Case(Phase.DECODE, "hip:gfx942", "bfloat16", 128, "int8")}
+_SINGLE |= {Case(Phase.DECODE, "cuda:sm90", "float32", 64, "mxfp4-rows")}
 _SINGLE |= {Case(Phase.FORWARD, "hip:gfx942", "float32", 64, "causal")}
 _SINGLE |= {
     Case(Phase.FORWARD, "cuda:sm90", "bfloat16", 128, f"{codes}-products-causal") for codes in ("int8", "fp8")

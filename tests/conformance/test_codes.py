@@ -153,6 +153,15 @@ def test_any_number_of_keys(reader: Capability | None, name: str):
         check_call(reader, q, k, v, f"{name} {keys} keys")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["int8", "int8-channel", "int4", "int4-token", "fp8", "mxfp4"])
+def test_more_blocks_than_cores(reader: Capability | None, name: str):
+    """GPUs have another tile for fewer blocks of keys."""
+    q, k, v = qkv(8, (16, 4), 1, 700, 64, dtype=torch.bfloat16, seed=4)
+    k, v = (coded(x, s) for x, s in zip((k, v), NAMED[name], strict=True))
+    check_call(reader, q, k, v, f"{name} of 8 requests", kv_lens=ints(700, 1, 64, 699, 300, 65, 128, 512))
+
+
 @pytest.mark.parametrize("dims", [(40, 40), (80, 96), (96, 80), (48, 128), (192, 128)])
 def test_any_head_dim(reader: Capability | None, dims: tuple[int, int]):
     """No lane of padding enters a range, and none a sum."""

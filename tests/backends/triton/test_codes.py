@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,10 +11,10 @@ import torch
 from torch import Tensor
 
 import polyflash
-from polyflash.backends.triton import configs
+from polyflash.backends.triton import codes, configs
 from polyflash.quant import NAMED, QuantizedTensor, Scheme, quantize
 from polyflash.reference import attention_reference
-from polyflash.spec import Phase
+from polyflash.spec import Arguments, Feature, Phase
 from polyflash.target import parse
 from tests.device import ON_A_CPU
 from tests.integers import operands, with_coded_weights
@@ -112,6 +113,37 @@ def test_blocks_share_the_scales_of_channels():
     spec = polyflash.explain(q, k, v, backend="triton").spec
     spec = replace(spec, codes=f"{k.form},{v.form}")
     assert configs.choose_decode(spec, parse("cuda:sm90")).block_n == 32
+
+
+def test_few_blocks_have_a_tile_of_their_own():
+    """Of no call whose bits may follow no length, nor of a config that was asked for."""
+    q, k, v = qkv(1, 64, 64, torch.bfloat16)
+    for name, blocks in (("int4", (64, 4, 0)), ("int8", (64, 4, 0))):
+        pair = [quantize(x, s) for x, s in zip((k, v), NAMED[name], strict=True)]
+        spec = polyflash.explain(q, *pair, backend="triton").spec
+        spec, target = replace(spec, codes=f"{pair[0].form},{pair[1].form}"), parse("cuda:sm90")
+        chosen = configs.choose_decode(spec, target)
+        short = configs.short_coded(chosen, spec, target)
+        assert (short.block_n, short.num_warps, short.max_registers) == blocks
+        assert configs.short_coded(replace(chosen, num_stages=4), spec, target) is None
+        invariant = replace(spec, features=spec.features | {Feature.BATCH_INVARIANT})
+        chosen = configs.choose_decode(invariant, target)
+        assert configs.short_coded(chosen, invariant, target) is None
+
+
+@pytest.mark.parametrize(("name", "most"), [("int8", 1024), ("int4", 1024), ("int8-channel", 4096)])
+def test_few_blocks_are_those_of_one_short_request(name: str, most: int):
+    q, *kv = qkv(1, 64, 64, torch.bfloat16)
+    pair = [quantize(x, s) for x, s in zip(kv, NAMED[name], strict=True)]
+    spec = polyflash.explain(q, *pair, backend="triton").spec
+    target = replace(parse("cuda:sm90"), cores=132)
+    spec = replace(spec, codes=f"{pair[0].form},{pair[1].form}")
+    about = {"spec": spec, "target": target, "prepared": None}
+    prepared = codes.Prepared(SimpleNamespace(config=configs.choose_decode(spec, target), **about))
+    for batch, keys in ((1, 300), (1, most), (1, 2 * most), (8, most), (64, 8192)):
+        q, k = (torch.empty(batch, heads, n, 64, device="meta") for heads, n in ((32, 1), (8, keys)))
+        assert prepared.is_short(q, k, Arguments()) == (batch * keys <= most)
+        assert not prepared.is_short(q, k, Arguments(cu_seqlens_q=torch.zeros(2)))
 
 
 PRODUCTS = {

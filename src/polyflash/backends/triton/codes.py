@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from functools import partial
+from copy import copy
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from polyflash.backends.gpu.launch import tile_count
+from polyflash.backends.gpu.launch import splits, tile_count
 from polyflash.backends.gpu.numbers import Numbers, flags_of, sizes_of
 from polyflash.backends.gpu.views import element_masked, operands_of, rows_of, view_of
 from polyflash.backends.triton import forward, runtime, tables, tiles
 from polyflash.backends.triton.codes_kernel import CodedTensors, attend_codes
-from polyflash.backends.triton.configs import scales_channels
+from polyflash.backends.triton.configs import coded_kind, scales_channels, short_coded
 from polyflash.backends.triton.constants import Constants
 from polyflash.quant.scheme import Block, Codes, codes_of, per_word
 
@@ -75,11 +75,25 @@ def _side(name: str, codes: Codes, dim: int, block_n: int, page_size: int) -> di
 class Prepared(forward.Prepared):
     """A route's memory between calls."""
 
-    __slots__ = ()
+    __slots__ = ("short",)
 
     def __init__(self, launch: Launch) -> None:
         super().__init__(launch)
         self.cores *= tables.CODED_PROGRAMS[scales_channels(launch.spec.codes)]
+        self.short: Launch | None = None  # of few keys
+        if config := short_coded(launch.config, launch.spec, launch.target):
+            self.short = copy(launch)
+            self.short.config, self.short.prepared = config, None
+
+    def is_short(self, q: Tensor, k: Tensor, args: Arguments) -> bool:
+        """Are there so few blocks of keys? See `tables.CODED_SHORT`."""
+        if self.short is None or args.cu_seqlens_q is not None:
+            return False
+        config = self.short.config
+        *_, most, programs = tables.CODED_SHORT[coded_kind(self.short.spec, config.block_m)]
+        size, parts = splits(config, q, k, args, self.cores)
+        many = q.shape[0] * k.shape[1] * parts > programs * self.target.cores
+        return abs(size) <= most * config.block_n and not many
 
     def coded(self, q: Tensor, k: Tensor, out: Tensor, args: Arguments, split: bool) -> Ready:
         page_size = 0 if args.page_table is None else k.shape[2]
@@ -153,4 +167,12 @@ def attend_call(
     )
 
 
-run = partial(forward.run, kind=Prepared, call=attend_call)
+def run(
+    launch: Launch, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, args: Arguments
+) -> tuple[Tensor, Tensor]:
+    """The forward's run, of another config where keys are few."""
+    if launch.prepared is None:
+        launch.prepared = Prepared(launch)
+    if launch.prepared.is_short(q, k, args):
+        launch = launch.prepared.short
+    return forward.run(launch, q, k, v, out, lse, args, Prepared, attend_call)

@@ -7,7 +7,7 @@ they read 16-bit operands; class r of a tile is channel PER·w + r of every word
 held by classes likewise. Products are of bfloat16, which holds every code exactly, and of one, two or three
 bfloat16 parts of q and of the weights, as their dtype needs. Scales leave the tiles where they can: of keys
 they go to scores and weights, of channels to q and to the sums of a block. Others are applied to the tile
-("element"); one of V is then rounded as a decoded tensor is.
+("element"); one of V is then rounded as a decoded tensor is, and for bfloat16 on NVIDIA so are its scales.
 """
 
 from __future__ import annotations
@@ -17,23 +17,37 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from polyflash.backends.triton.codes_tiles import (
+    classes,
+    decoded,
+    dot,
+    halves_by_classes,
+    of_all_classes,
+    of_channels,
+    of_class,
+    offsets_of_block,
+    ones,
+    parts_of,
+    rounded_values,
+    summed,
+    times,
+    turned,
+    values,
+)
 from polyflash.backends.triton.forward_kernel import finalize, of_split
 from polyflash.backends.triton.places import (
     Blocks,
     Keys,
     Place,
-    block_offsets,
     find_rows,
     head_offsets,
     load_tile,
     load_turned,
     of_keys,
-    table_rows,
     tile_rows,
     unravel,
 )
-from polyflash.backends.triton.products import finite, negated, product
-from polyflash.backends.triton.ptx import unpacked
+from polyflash.backends.triton.products import finite, negated
 from polyflash.backends.triton.scores import (
     LOWEST,
     Sums,
@@ -104,141 +118,6 @@ class Weights(NamedTuple):
 
 
 @triton.jit
-def decoded(b_w, CLASS: tl.constexpr, CODES: tl.constexpr, PTX: tl.constexpr):
-    """The codes of a class of channels, bfloat16."""
-    if PTX:
-        b_x = unpacked(b_w, CLASS, CODES)
-    else:
-        b_i = b_w.to(tl.int32)
-        if CODES == "int8":
-            b_x = ((b_i << (24 - 8 * CLASS)) >> 24).to(tl.float32)
-        elif CODES == "int4" or CODES == "int4+136":
-            b_x = (((b_i >> (4 * CLASS)) & 15) + (-8 if CODES == "int4" else 128)).to(tl.float32)
-        elif CODES == "mxfp4":
-            b_i = b_i >> (4 * CLASS)
-            b_x = (((b_i & 8) << 28) | ((b_i & 7) << 22)).to(tl.float32, bitcast=True) * 2.0**126
-        elif CODES == "fp8_e4m3":
-            b_i = b_i >> (8 * CLASS)
-            b_x = (((b_i & 128) << 24) | ((b_i & 127) << 20)).to(tl.float32, bitcast=True) * 2.0**120
-            b_x = tl.where((b_i & 127) == 127, float("nan"), b_x)
-        else:
-            b_i = b_i >> (8 * CLASS)
-            b_x = (((b_i & 128) << 24) | ((b_i & 127) << 21)).to(tl.float32, bitcast=True) * 2.0**112
-            b_x = tl.where((b_i & 127) == 124, tl.where((b_i & 128) == 0, float("inf"), float("-inf")), b_x)
-            b_x = tl.where((b_i & 127) > 124, float("nan"), b_x)
-    return b_x.to(tl.bfloat16)
-
-
-@triton.jit
-def parts_of(b_x, PARTS: tl.constexpr, INFINITE: tl.constexpr = True):
-    """x as a sum of bfloat16 parts; if it may be INFINITE, the first says all of it."""
-    b_x = b_x.to(tl.float32)
-    if PARTS == 2 and not INFINITE:  # rounded by its bits, which costs less than there and back
-        b_high = (b_x.to(tl.int32, bitcast=True) + 0x8000) & -65536
-        b_0 = (b_high >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
-        b_1 = (b_x - b_high.to(tl.float32, bitcast=True)).to(tl.bfloat16)
-        return b_0, b_1, b_1
-    b_0 = b_x.to(tl.bfloat16)
-    b_1, b_2 = b_0, b_0
-    if PARTS > 1:
-        b_x = b_x - b_0.to(tl.float32)
-        if INFINITE:
-            b_x = tl.where(b_x == b_x, b_x, 0.0)
-        b_1 = b_x.to(tl.bfloat16)
-    if PARTS > 2:
-        b_2 = (b_x - b_1.to(tl.float32)).to(tl.bfloat16)
-    return b_0, b_1, b_2
-
-
-@triton.jit
-def turned(b_x, c):
-    return tl.trans(b_x) if c.TURNED else b_x
-
-
-@triton.jit
-def dot(b_x, b_y, acc, c):
-    """acc + x @ y, both TURNED where rows are few: instructions have 16 rows or more, but 8 columns."""
-    if c.TURNED:
-        b_x, b_y = tl.trans(b_y), tl.trans(b_x)
-    return product(b_x, b_y, acc, c.PRODUCT) if b_x.dtype == tl.float32 else tl.dot(b_x, b_y, acc)
-
-
-@triton.jit
-def times(b_parts, b_y, acc, PARTS: tl.constexpr, c):
-    """acc + x @ y of an x in parts, small terms first."""
-    b_0, b_1, b_2 = b_parts
-    if PARTS > 2:
-        acc = dot(b_2, b_y, acc, c)
-    if PARTS > 1:
-        acc = dot(b_1, b_y, acc, c)
-    return dot(b_0, b_y, acc, c)
-
-
-@triton.jit
-def of_class(j_0, table, TOKENS: tl.constexpr, CLASS: tl.constexpr, side, rows, place, t, c):
-    """The entries of a class of channels for the block from key j_0 on, all of whose keys have the same."""
-    o_d = side.PER * tl.arange(0, side.WORDS) + CLASS
-    o_table = table_rows(j_0, table, TOKENS, rows, place, t, c)
-    return tl.load(table.p + o_table + o_d * table.d, mask=o_d < side.DIM, other=0.0)
-
-
-@triton.jit
-def of_elements(
-    keys, table, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, CLASS: tl.constexpr, side, rows, place, t, c
-):
-    """The entry of every key and channel of a class, [BLOCK_N, WORDS]."""
-    o_table = table_rows(keys.o_n, table, TOKENS, rows, place, t, c)
-    GROUPS: tl.constexpr = groups_of(side.PER, side.WORDS, CHANNELS)
-    if GROUPS > 0:  # of whole words, which all classes share
-        o_c = tl.arange(0, GROUPS)
-        m = keys.m_n[:, None] & (o_c * CHANNELS < side.DIM)[None, :]
-        b_x = tl.load(table.p + o_table[:, None] + o_c[None, :] * table.d, mask=m, other=0.0)
-        b_x = tl.broadcast_to(b_x[:, :, None], [c.BLOCK_N, GROUPS, side.WORDS // GROUPS])
-        b_x = b_x.reshape(c.BLOCK_N, side.WORDS)
-    else:
-        o_d = side.PER * tl.arange(0, side.WORDS) + CLASS
-        o_c = o_d // CHANNELS if CHANNELS > 0 else o_d * 0
-        m = keys.m_n[:, None] & (o_d < side.DIM)[None, :]
-        b_x = tl.load(table.p + o_table[:, None] + o_c[None, :] * table.d, mask=m, other=0.0)
-    return b_x
-
-
-@triton.constexpr_function
-def groups_of(per: int, words: int, channels: int) -> int:
-    """Into how many groups that share a scale whole words fall; 0: they do not."""
-    whole = channels >= per and channels & (channels - 1) == 0 and channels <= per * words
-    return per * words // channels if whole else 0
-
-
-@triton.jit
-def values(b_x, keys, scale, shift, CLASS: tl.constexpr, side, LAID: tl.constexpr, rows, place, t, c):
-    """A tile of codes times its scales and with its shifts, one by one; LAID: of words by keys."""
-    b_t = of_elements(keys, scale, side.TOKENS, side.CHANNELS, CLASS, side, rows, place, t, c)
-    b_scale = tl.trans(b_t) if LAID else b_t
-    b_x = b_x.to(tl.float32)
-    if shift is not None:
-        b_t = of_elements(keys, shift, side.SHIFT_TOKENS, side.SHIFT_CHANNELS, CLASS, side, rows, place, t, c)
-        b_x = tl.fma(b_x, b_scale, tl.trans(b_t) if LAID else b_t)
-    else:
-        b_x = b_x * b_scale
-    return b_x
-
-
-@triton.jit
-def classes(b_x, PER: tl.constexpr):
-    """The classes of channels of a tile [rows, PER·words]; two of them twice if there are no four."""
-    WORDS: tl.constexpr = b_x.shape[1] // PER
-    if PER > 2:
-        b_even, b_odd = b_x.reshape(b_x.shape[0], WORDS, 2, 2).split()
-        b_0, b_2 = b_even.split()
-        b_1, b_3 = b_odd.split()
-    else:
-        b_0, b_1 = b_x.reshape(b_x.shape[0], WORDS, 2).split()
-        b_2, b_3 = b_0, b_1
-    return b_0, b_1, b_2, b_3
-
-
-@triton.jit
 def score_class(CLASS: tl.constexpr, PARTS: tl.constexpr, scores, b_q, b_w, keys, side, rows, place, t, c):
     """Adds what a class of channels says of the scores of a block: products, and what its shifts add to all
     keys."""
@@ -273,6 +152,7 @@ def score_class(CLASS: tl.constexpr, PARTS: tl.constexpr, scores, b_q, b_w, keys
 @triton.jit
 def score_block(b_q, o_k, keys, side, rows, place, t, c):
     """q·k of a block, [BLOCK_M, BLOCK_N]."""
+    b_q = classes(b_q, side.PER)
     b_w = load_turned(t.k, o_k, keys.m_n, 0, side.DIM // side.PER, side.WORDS, c.CACHE)
     # Two parts of a scaled q: what is rounded of it is the same for all keys, and would show in their sum.
     PARTS: tl.constexpr = 2 if side.SCALE == "channel" and c.PARTS == 1 else c.PARTS
@@ -300,8 +180,28 @@ def score_block(b_q, o_k, keys, side, rows, place, t, c):
 
 
 @triton.jit
-def ones(b_x):
-    return tl.where(b_x, 1.0, 0.0).to(tl.bfloat16)
+def score_channels(b_q, o_k, keys, side, rows, place, t, c):
+    """q·k of a block, [BLOCK_M, BLOCK_N], where channels of K have scales and products are TURNED: one
+    product, of all classes of k with two parts of a scaled q."""
+    # Integers lie below the bits of 128 as they are loaded: this leaves with the shifts.
+    HIGH: tl.constexpr = side.CODES == "int4" and c.PARTS == 1
+    b_w = load_tile(t.k, o_k, keys.m_n, 0, side.DIM // side.PER, side.WORDS, c.CACHE)
+    b_k = of_all_classes(b_w, "int4+136" if HIGH else side.CODES, side.PER, c.PTX)
+    b_wide = b_q.to(tl.float32)
+    b_scale = of_channels(keys.j_0, t.k_scale, side.TOKENS, side, rows, place, t, c)
+    b_x = halves_by_classes(b_wide * b_scale[None, :], side.PER, c.PTX)
+    b_s = tl.trans(tl.dot(b_k, tl.trans(b_x)))
+    if side.SHIFT == "channel":
+        b_t = of_channels(keys.j_0, t.k_shift, side.SHIFT_TOKENS, side, rows, place, t, c)
+        if HIGH:
+            b_t = tl.fma(b_scale, -136.0, b_t)
+        b_s += tl.sum(b_wide * b_t[None, :], 1)[:, None]
+    elif HIGH:
+        b_s += tl.sum(b_wide * (b_scale * -136.0)[None, :], 1)[:, None]
+    if side.SHIFT == "key":
+        b_t = of_keys(keys, t.k_shift, side.SHIFT_TOKENS, rows, place, t, c)
+        b_s += tl.sum(b_wide, 1)[:, None] * b_t[None, :]
+    return b_s
 
 
 @triton.jit
@@ -311,9 +211,12 @@ def add_class(CLASS: tl.constexpr, acc, weights, b_w, keys, side, rows, place, t
     b_p, b_parts, b_seen, b_some, alpha = weights
     b_v = decoded(b_w, CLASS, side.CODES, c.PTX)
     if side.SCALE == "element":
-        b_v = values(b_v, keys, t.v_scale, t.v_shift, CLASS, side, False, rows, place, t, c)
-        if c.PARTS == 1:
-            b_v = b_v.to(tl.bfloat16)
+        if c.PARTS == 1 and c.PTX:
+            b_v = rounded_values(b_v, keys, t.v_scale, t.v_shift, CLASS, side, c.TURNED, rows, place, t, c)
+        else:
+            b_v = values(b_v, keys, t.v_scale, t.v_shift, CLASS, side, c.TURNED, rows, place, t, c)
+            b_v = b_v.to(tl.bfloat16) if c.PARTS == 1 else b_v
+    b_v = turned(b_v, c)
     b_all = b_v.to(tl.float32)
     if AGAIN:
         b_v = finite(b_v)
@@ -342,15 +245,19 @@ def add_class(CLASS: tl.constexpr, acc, weights, b_w, keys, side, rows, place, t
 @triton.jit
 def add_block(b_s, b_p, alpha, sums, keys, side, rows, place, t, c, AGAIN: tl.constexpr):
     """The sums with a block's share of the output."""
-    o_v, _ = block_offsets(keys.j_0, t.v, t.x, rows.i_hkv, place, c)
-    b_w = load_tile(t.v, o_v, keys.m_n, 0, side.DIM // side.PER, side.WORDS, c.CACHE)
+    o_v, _ = offsets_of_block(keys.j_0, t.v, rows, place, t, c)
+    if c.TURNED:
+        b_w = load_turned(t.v, o_v, keys.m_n, 0, side.DIM // side.PER, side.WORDS, c.CACHE)
+    else:
+        b_w = load_tile(t.v, o_v, keys.m_n, 0, side.DIM // side.PER, side.WORDS, c.CACHE)
     b_seen, b_some, shifts = b_s != float("-inf"), tl.sum(b_p, 1), sums.shifts
     if side.SHIFT == "key":
         b_t = of_keys(keys, t.v_shift, side.SHIFT_TOKENS, rows, place, t, c)
-        shifts = shifts * alpha + tl.sum(tl.where(b_seen, b_p * b_t[None, :], 0.0), 1)
+        b_x = b_p * b_t[None, :]  # 0 by 0 of keys that no row sees
+        shifts = summed(b_x if c.ALONE else tl.where(b_seen, b_x, 0.0), shifts, alpha, c)
     if side.SCALE == "key":
-        b_t = of_keys(keys, t.v_scale, side.TOKENS, rows, place, t, c)
-        b_p = tl.where(b_seen, b_p * b_t[None, :], 0.0)
+        b_p = b_p * of_keys(keys, t.v_scale, side.TOKENS, rows, place, t, c)[None, :]
+        b_p = b_p if c.ALONE else tl.where(b_seen, b_p, 0.0)
     weights = Weights(b_p, parts_of(b_p, c.PARTS), b_seen, b_some, alpha)
     acc2, acc3 = sums.acc2, sums.acc3
     acc0 = add_class(0, sums.acc0, weights, b_w, keys, side, rows, place, t, c, AGAIN)
@@ -365,10 +272,13 @@ def add_block(b_s, b_p, alpha, sums, keys, side, rows, place, t, c, AGAIN: tl.co
 def attend_coded_block(i_n, blocks, sums, b_q, k_side, v_side, rows, place, t, n, c, AGAIN: tl.constexpr):
     """One key block: its scores, their weights, their share of the output."""
     j_0 = i_n * c.BLOCK_N
-    o_k, m_n = block_offsets(j_0, t.k, t.x, rows.i_hkv, place, c)
+    o_k, m_n = offsets_of_block(j_0, t.k, rows, place, t, c)
     o_n = j_0 + tl.arange(0, c.BLOCK_N)
     keys = Keys(j_0, o_n, m_n & (o_n >= place.start) if c.ALONE else m_n)
-    b_s = score_block(b_q, o_k, keys, k_side, rows, place, t, c)
+    if c.TURNED and k_side.SCALE == "channel":
+        b_s = score_channels(b_q, o_k, keys, k_side, rows, place, t, c)
+    else:
+        b_s = score_block(b_q, o_k, keys, k_side, rows, place, t, c)
     if c.CHANGED:
         b_s, _ = change_scores(b_s, t.x, place, rows, keys, n, c.SOFTCAP)
     if t.x.page_table is not None:  # an entry that names no page hides its keys
@@ -428,12 +338,24 @@ def attend_coded_blocks(blocks, sums, b_q, rows, place, t, n, c, AGAIN: tl.const
 
 
 @triton.jit
+def load_rows(rows, place, t, c):
+    """The rows of a tile."""
+    o_q = head_offsets(t.q, place.i_batch, rows.o_h, place.first_q + rows.o_i)
+    b_q = load_tile(t.q, o_q, rows.m_row, 0, c.D, c.K_PER * c.K_WORDS, "")
+    if c.NEGATIVE:
+        b_q = negated(b_q)
+    return b_q
+
+
+@triton.jit
 def interleaved(sums, c):
     """The output's classes as one tile."""
-    b_even, b_odd = turned(sums.acc0, c), turned(sums.acc1, c)
+    b_even, b_odd, shifts = turned(sums.acc0, c), turned(sums.acc1, c), sums.shifts
     if c.V_PER > 2:
         b_even, b_odd = tl.join(b_even, turned(sums.acc2, c)), tl.join(b_odd, turned(sums.acc3, c))
-    return tl.join(b_even, b_odd).reshape(c.BLOCK_M, c.V_PER * c.V_WORDS) + sums.shifts[:, None]
+    if c.TURNED:
+        shifts = tl.sum(shifts, 1)
+    return tl.join(b_even, b_odd).reshape(c.BLOCK_M, c.V_PER * c.V_WORDS) + shifts[:, None]
 
 
 @triton.jit
@@ -457,23 +379,23 @@ def attend_codes(t, n, c):
             tl.max(rows.o_hi, 0),
             place.position,
         )
-    o_q = head_offsets(t.q, place.i_batch, rows.o_h, place.first_q + rows.o_i)
-    b_q = load_tile(t.q, o_q, rows.m_row, 0, c.D, c.K_PER * c.K_WORDS, "")
-    if c.NEGATIVE:
-        b_q = negated(b_q)
-    b_q = classes(b_q, c.K_PER)
+    b_q = load_rows(rows, place, t, c)
     m_i, l_i = tl.full([c.BLOCK_M], LOWEST, tl.float32), tl.zeros([c.BLOCK_M], tl.float32)
     acc = turned(tl.zeros([c.BLOCK_M, c.V_WORDS], tl.float32), c)
-    rest = acc if c.V_PER > 2 else l_i
-    fresh = CodedSums(m_i, l_i, l_i, l_i, acc, acc, rest, rest)
+    rest = acc if c.V_PER > 2 else m_i
+    late_sums = tl.zeros([c.BLOCK_M, min(32, c.BLOCK_N)], tl.float32) if c.TURNED else l_i
+    fresh = CodedSums(m_i, late_sums, l_i, late_sums, acc, acc, rest, rest)
     sums = attend_coded_blocks(blocks, fresh, b_q, rows, place, t, n, c, False)
     if not c.FINITE:  # a weight of 0 times a hidden NaN is NaN
         total = tl.sum(tl.ravel(interleaved(sums, c), can_reorder=True), 0)
         if total - total != 0.0:
             hiding = Blocks(blocks.lo, blocks.hi, blocks.lo, blocks.lo)
+            b_q = load_rows(rows, place, t, c)
             sums = attend_coded_blocks(hiding, fresh, b_q, rows, place, t, n, c, True)
     units = -n.scale if c.NEGATIVE else n.scale
     if c.CHANGED:
         units = 1.0
     acc, l_i = interleaved(sums, c), sums.l_i
+    if c.TURNED:
+        l_i = tl.sum(l_i, 1)
     finalize(i_s, Sums(sums.m_i, l_i, acc, acc, sums.l_lost, l_i, l_i), units, rows, place, t, n, c)

@@ -224,13 +224,33 @@ def _choose_coded(spec: AttentionSpec, target: Target, rows: int) -> DecodeConfi
     codes = [x for x in codes_of(spec.codes) if x is not None]
     blocks = [b for x in codes for b in (x.scale, x.shift) if b is not None and b.channels == 1 and b.tokens]
     vendor = "hip" if target.kind == "hip" else "cuda"
-    block_n, warps, stages, registers = tables.CODED[vendor, scales_channels(spec.codes)]
+    block_n, warps, stages, registers = tables.CODED[vendor, coded_kind(spec, rows)]
     block_n = max(LEAST, min(block_n, *(b.tokens & -b.tokens for b in blocks), block_n))
     bits = sum(
         KINDS[x.dtype].bits * dim for x, dim in zip(codes, (spec.head_dim, spec.head_dim_v), strict=False)
     )
     keys = max(block_n, _split_keys(spec, target, rows, bits // 8))
     return DecodeConfig(rows, block_n, warps, stages, keys, max_registers=registers)
+
+
+def coded_kind(spec: AttentionSpec, rows: int) -> str:
+    """The key of tables of tiles over codes."""
+    if rows < LEAST:
+        bits = max(KINDS[x.dtype].bits for x in codes_of(spec.codes) if x is not None)
+        return "turned4" if bits == 4 else "turned"
+    return "channels" if scales_channels(spec.codes) else "keys"
+
+
+def short_coded(config: DecodeConfig, spec: AttentionSpec, target: Target) -> DecodeConfig | None:
+    """The config over codes of launches of few blocks; None if they have that of all, as where bits may
+    follow no length, or a config was asked for."""
+    tile = tables.CODED_SHORT.get(coded_kind(spec, config.block_m))
+    kept = target.kind != "cuda" or spec.dtype == "float32" or Feature.BATCH_INVARIANT in spec.features
+    if tile is None or kept or config != choose_decode(spec, target):
+        return None
+    block_n, warps, stages, *_ = tile
+    block_n = min(block_n, config.block_n)
+    return replace(config, block_n=block_n, num_warps=warps, num_stages=stages, max_registers=0)
 
 
 def _split_keys(spec: AttentionSpec, target: Target, rows: int, bytes_per_key: int = 0) -> int:

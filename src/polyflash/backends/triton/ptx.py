@@ -67,3 +67,23 @@ def _unpack(number: int, codes: str) -> str:
 def unpacked(b_w, CLASS: tl.constexpr, CODES: tl.constexpr):
     """The codes of a class of channels of 16-bit words, bfloat16."""
     return tl.inline_asm_elementwise(_unpack(CLASS, CODES), "=r,r", [b_w], tl.bfloat16, True, 2)
+
+
+_HALVES: tl.constexpr = tl.constexpr(
+    "{ .reg .b32 x, y; cvt.rn.bf16x2.f32 $0, $3, $2; shl.b32 x, $0, 16; and.b32 y, $0, 0xFFFF0000;"
+    " sub.rn.f32 x, $2, x; sub.rn.f32 y, $3, y; cvt.rn.bf16x2.f32 $1, y, x; }"
+)
+
+
+@triton.jit
+def halves(b_x):
+    """float32 as a sum of two bfloat16."""
+    kinds: tl.constexpr = (tl.bfloat16, tl.bfloat16)
+    return tl.inline_asm_elementwise(_HALVES, "=r,=r,r,r", [b_x], kinds, True, 2)
+
+
+@triton.jit
+def multiply_add(b_x, b_y, b_z):
+    """x·y + z of bfloat16, rounded once."""
+    asm: tl.constexpr = "fma.rn.bf16x2 $0, $1, $2, $3;"
+    return tl.inline_asm_elementwise(asm, "=r,r,r,r", [b_x, b_y, b_z], tl.bfloat16, True, 2)

@@ -214,7 +214,8 @@ def online_softmax(b_s, sums, factor, far, c):
     if c.EXACT:
         l_i, lost = add(l_i * alpha, lost * alpha, tl.sum(b_p, 1))
     elif len(l_i.shape) == 2:
-        b_sums = tl.sum(b_p.reshape(b_p.shape[0], b_p.shape[1] // SUMS, SUMS), 1)
+        LATE: tl.constexpr = l_i.shape[1]
+        b_sums = tl.sum(b_p.reshape(b_p.shape[0], b_p.shape[1] // LATE, LATE), 1)
         l_i = tl.fma(l_i, tl.broadcast_to(alpha[:, None], l_i.shape), b_sums)
     else:
         l_i = tl.fma(l_i, alpha, tl.sum(b_p, 1))

@@ -340,14 +340,30 @@ DECODE: dict[tuple[str, int], dict[int, tuple[int, int, int]]] = {
 }
 # head-dim class -> likewise where float32 is EXACT by matrix units. H200: 2525 GB/s, of 32 keys 2022.
 EXACT_DECODE = {128: (64, 4, 2)}
-# (vendor, do channels have scales?) -> likewise over codes, of every head dim up to 256, and registers. H100,
-# head_dim 128: int4 with scales of channels had 0.57 of the time with 2 warps that it had with 4, and 0.83
-# with registers for six programs per core of what it had with those for four
-CODED: dict[tuple[str, bool], tuple[int, int, int, int]] = {
-    ("cuda", False): (128, 4, 3, 0),
-    ("cuda", True): (64, 2, 2, 168),
-    ("hip", False): (64, 4, 1, 0),
-    ("hip", True): (64, 4, 1, 0),
+# (vendor, what has scales, or that products are turned) -> likewise over codes, of every head dim up to 256,
+# and registers. H100, head_dim 128: turned int4 had 0.57 of the time with 2 warps that it had with 4, and
+# 0.83 with registers for six programs per core of what it had with those for four. Not turned, 64 keys of
+# mxfp4 spill ten times what 32 do (compiled for sm_90).
+CODED: dict[tuple[str, str], tuple[int, int, int, int]] = {
+    ("cuda", "keys"): (128, 4, 3, 0),
+    ("cuda", "channels"): (32, 4, 2, 0),
+    ("cuda", "turned"): (64, 2, 2, 168),
+    ("cuda", "turned4"): (
+        64,
+        2,
+        3,
+        168,
+    ),  # of 4 bits: 0.93 to 1.01 of 2 stages' time, int8 1.02 to 1.23
+    ("hip", "keys"): (64, 4, 1, 0),
+    ("hip", "channels"): (64, 4, 1, 0),
+}
+# likewise -> keys of a block, warps, stages on NVIDIA of launches whose programs have at most so many blocks
+# each and are at most so many per core: the time of one short request is that of its blocks one behind the
+# other. H100, 1k keys: 0.88 to 0.97 of the time that the tiles above had; turned int8, 4k keys: 0.96.
+CODED_SHORT: dict[str, tuple[int, int, int, int, int]] = {
+    "keys": (64, 4, 3, 1, 1),
+    "turned": (64, 4, 2, 2, 2),
+    "turned4": (64, 4, 2, 1, 1),
 }
 # Likewise: programs per core that few walks are cut into, as unpacking takes turns with waiting. H100: int8
 # against 64k keys had 0.81 of the time with 1 that it had with 3, int4 0.81 with 6 of what it had with 3

@@ -1,0 +1,223 @@
+"""Tiles of codes: decoded, in parts, with scales and shifts; how they are multiplied and added up. Arguments
+have the names of `codes_kernel`."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from polyflash.backends.triton.places import block_offsets, table_rows
+from polyflash.backends.triton.products import product
+from polyflash.backends.triton.ptx import halves, multiply_add, unpacked
+
+
+@triton.jit
+def decoded(b_w, CLASS: tl.constexpr, CODES: tl.constexpr, PTX: tl.constexpr):
+    """The codes of a class of channels, bfloat16."""
+    if PTX:
+        b_x = unpacked(b_w, CLASS, CODES)
+    else:
+        b_i = b_w.to(tl.int32)
+        if CODES == "int8":
+            b_x = ((b_i << (24 - 8 * CLASS)) >> 24).to(tl.float32)
+        elif CODES == "int4" or CODES == "int4+136":
+            b_x = (((b_i >> (4 * CLASS)) & 15) + (-8 if CODES == "int4" else 128)).to(tl.float32)
+        elif CODES == "mxfp4":
+            b_i = b_i >> (4 * CLASS)
+            b_x = (((b_i & 8) << 28) | ((b_i & 7) << 22)).to(tl.float32, bitcast=True) * 2.0**126
+        elif CODES == "fp8_e4m3":
+            b_i = b_i >> (8 * CLASS)
+            b_x = (((b_i & 128) << 24) | ((b_i & 127) << 20)).to(tl.float32, bitcast=True) * 2.0**120
+            b_x = tl.where((b_i & 127) == 127, float("nan"), b_x)
+        else:
+            b_i = b_i >> (8 * CLASS)
+            b_x = (((b_i & 128) << 24) | ((b_i & 127) << 21)).to(tl.float32, bitcast=True) * 2.0**112
+            b_x = tl.where((b_i & 127) == 124, tl.where((b_i & 128) == 0, float("inf"), float("-inf")), b_x)
+            b_x = tl.where((b_i & 127) > 124, float("nan"), b_x)
+    return b_x.to(tl.bfloat16)
+
+
+@triton.jit
+def parts_of(b_x, PARTS: tl.constexpr, INFINITE: tl.constexpr = True):
+    """x as a sum of bfloat16 parts; if it may be INFINITE, the first says all of it."""
+    b_x = b_x.to(tl.float32)
+    if PARTS == 2 and not INFINITE:  # rounded by its bits, which costs less than there and back
+        b_high = (b_x.to(tl.int32, bitcast=True) + 0x8000) & -65536
+        b_0 = (b_high >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        b_1 = (b_x - b_high.to(tl.float32, bitcast=True)).to(tl.bfloat16)
+        return b_0, b_1, b_1
+    b_0 = b_x.to(tl.bfloat16)
+    b_1, b_2 = b_0, b_0
+    if PARTS > 1:
+        b_x = b_x - b_0.to(tl.float32)
+        if INFINITE:
+            b_x = tl.where(b_x == b_x, b_x, 0.0)
+        b_1 = b_x.to(tl.bfloat16)
+    if PARTS > 2:
+        b_2 = (b_x - b_1.to(tl.float32)).to(tl.bfloat16)
+    return b_0, b_1, b_2
+
+
+@triton.jit
+def turned(b_x, c):
+    return tl.trans(b_x) if c.TURNED else b_x
+
+
+@triton.jit
+def dot(b_x, b_y, acc, c):
+    """acc + x @ y, both TURNED where rows are few: instructions have 16 rows or more, but 8 columns."""
+    if c.TURNED:
+        b_x, b_y = tl.trans(b_y), tl.trans(b_x)
+    return product(b_x, b_y, acc, c.PRODUCT) if b_x.dtype == tl.float32 else tl.dot(b_x, b_y, acc)
+
+
+@triton.jit
+def times(b_parts, b_y, acc, PARTS: tl.constexpr, c):
+    """acc + x @ y of an x in parts, small terms first."""
+    b_0, b_1, b_2 = b_parts
+    if PARTS > 2:
+        acc = dot(b_2, b_y, acc, c)
+    if PARTS > 1:
+        acc = dot(b_1, b_y, acc, c)
+    return dot(b_0, b_y, acc, c)
+
+
+@triton.jit
+def offsets_of_block(j_0, x, rows, place, t, c):
+    """`block_offsets` of K or V. Of TURNED products, whose registers allow it, what is the same for all
+    blocks stands apart, so that it leaves the loop."""
+    o_x, m_n = block_offsets(j_0, x, t.x, rows.i_hkv, place, c)
+    if c.TURNED and t.x.page_table is None:
+        o_x = tl.cast(place.i_batch, tl.int64) * x.b + tl.cast(rows.i_hkv, tl.int64) * x.h
+        o_x += tl.cast(place.first_k + j_0, tl.int64) * x.s
+        o_x = o_x + tl.arange(0, c.BLOCK_N).to(tl.int64) * x.s
+    return o_x, m_n
+
+
+@triton.jit
+def of_class(j_0, table, TOKENS: tl.constexpr, CLASS: tl.constexpr, side, rows, place, t, c):
+    """The entries of a class of channels for the block from key j_0 on, all of whose keys have the same."""
+    o_d = side.PER * tl.arange(0, side.WORDS) + CLASS
+    o_table = table_rows(j_0, table, TOKENS, rows, place, t, c)
+    return tl.load(table.p + o_table + o_d * table.d, mask=o_d < side.DIM, other=0.0)
+
+
+@triton.jit
+def of_elements(
+    keys, table, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, CLASS: tl.constexpr, side, rows, place, t, c
+):
+    """The entry of every key and channel of a class, [BLOCK_N, WORDS]."""
+    o_table = table_rows(keys.o_n, table, TOKENS, rows, place, t, c)
+    GROUPS: tl.constexpr = groups_of(side.PER, side.WORDS, CHANNELS)
+    if GROUPS > 0:  # of whole words, which all classes share
+        o_c = tl.arange(0, GROUPS)
+        m = keys.m_n[:, None] & (o_c * CHANNELS < side.DIM)[None, :]
+        b_x = tl.load(table.p + o_table[:, None] + o_c[None, :] * table.d, mask=m, other=0.0)
+        b_x = tl.broadcast_to(b_x[:, :, None], [c.BLOCK_N, GROUPS, side.WORDS // GROUPS])
+        b_x = b_x.reshape(c.BLOCK_N, side.WORDS)
+    else:
+        o_d = side.PER * tl.arange(0, side.WORDS) + CLASS
+        o_c = o_d // CHANNELS if CHANNELS > 0 else o_d * 0
+        m = keys.m_n[:, None] & (o_d < side.DIM)[None, :]
+        b_x = tl.load(table.p + o_table[:, None] + o_c[None, :] * table.d, mask=m, other=0.0)
+    return b_x
+
+
+@triton.constexpr_function
+def groups_of(per: int, words: int, channels: int) -> int:
+    """Into how many groups that share a scale whole words fall; 0: they do not."""
+    whole = channels >= per and channels & (channels - 1) == 0 and channels <= per * words
+    return per * words // channels if whole else 0
+
+
+@triton.jit
+def values(b_x, keys, scale, shift, CLASS: tl.constexpr, side, LAID: tl.constexpr, rows, place, t, c):
+    """A tile of codes times its scales and with its shifts, one by one; LAID: of words by keys."""
+    b_t = of_elements(keys, scale, side.TOKENS, side.CHANNELS, CLASS, side, rows, place, t, c)
+    b_scale = tl.trans(b_t) if LAID else b_t
+    b_x = b_x.to(tl.float32)
+    if shift is not None:
+        b_t = of_elements(keys, shift, side.SHIFT_TOKENS, side.SHIFT_CHANNELS, CLASS, side, rows, place, t, c)
+        b_x = tl.fma(b_x, b_scale, tl.trans(b_t) if LAID else b_t)
+    else:
+        b_x = b_x * b_scale
+    return b_x
+
+
+@triton.jit
+def rounded_values(b_x, keys, scale, shift, CLASS: tl.constexpr, side, LAID: tl.constexpr, rows, place, t, c):
+    """`values` in bfloat16, scales and shifts too: a third of the instructions."""
+    b_t = of_elements(keys, scale, side.TOKENS, side.CHANNELS, CLASS, side, rows, place, t, c).to(tl.bfloat16)
+    b_scale = tl.trans(b_t) if LAID else b_t
+    b_shift = tl.full(b_x.shape, -0.0, tl.bfloat16)
+    if shift is not None:
+        b_t = of_elements(keys, shift, side.SHIFT_TOKENS, side.SHIFT_CHANNELS, CLASS, side, rows, place, t, c)
+        b_t = b_t.to(tl.bfloat16)
+        b_shift = tl.trans(b_t) if LAID else b_t
+    return multiply_add(b_x, b_scale, b_shift)
+
+
+@triton.jit
+def classes(b_x, PER: tl.constexpr):
+    """The classes of channels of a tile [rows, PER·words]; two of them twice if there are no four."""
+    WORDS: tl.constexpr = b_x.shape[1] // PER
+    if PER > 2:
+        b_even, b_odd = b_x.reshape(b_x.shape[0], WORDS, 2, 2).split()
+        b_0, b_2 = b_even.split()
+        b_1, b_3 = b_odd.split()
+    else:
+        b_0, b_1 = b_x.reshape(b_x.shape[0], WORDS, 2).split()
+        b_2, b_3 = b_0, b_1
+    return b_0, b_1, b_2, b_3
+
+
+@triton.jit
+def of_all_classes(b_w, CODES: tl.constexpr, PER: tl.constexpr, PTX: tl.constexpr):
+    """The codes of words [keys, words], twice, in the order of `halves_by_classes`."""
+    b_0, b_1 = decoded(b_w, 0, CODES, PTX), decoded(b_w, 1, CODES, PTX)
+    if PER > 2:
+        b_2, b_3 = decoded(b_w, 2, CODES, PTX), decoded(b_w, 3, CODES, PTX)
+        b_x = tl.join(tl.join(b_0, b_2), tl.join(b_1, b_3))
+        b_x = tl.join(b_x, b_x).permute(0, 2, 3, 4, 1)
+    else:
+        b_x = tl.join(b_0, b_1)
+        b_x = tl.join(b_x, b_x).permute(0, 2, 3, 1)
+    return b_x.reshape(b_w.shape[0], 2 * PER * b_w.shape[1])
+
+
+@triton.jit
+def halves_by_classes(b_x, PER: tl.constexpr, PTX: tl.constexpr):
+    """float32 [rows, channels] as bfloat16 [rows, 2·channels]: of each class what is lost of its channels by
+    rounding, and then what is kept."""
+    if PTX:
+        b_0, b_1 = halves(b_x)
+    else:
+        b_0, b_1, _ = parts_of(b_x, 2, False)
+    b_y = tl.join(b_1, b_0).reshape(b_x.shape[0], b_x.shape[1] // PER, PER, 2).permute(0, 2, 3, 1)
+    return b_y.reshape(b_x.shape[0], 2 * b_x.shape[1])
+
+
+@triton.jit
+def of_channels(j_0, table, TOKENS: tl.constexpr, side, rows, place, t, c):
+    """The entries of all channels for the block from key j_0 on, all of whose keys have the same."""
+    o_d = tl.arange(0, side.PER * side.WORDS)
+    o_table = table_rows(j_0, table, TOKENS, rows, place, t, c)
+    return tl.load(table.p + o_table + o_d * table.d, mask=o_d < side.DIM, other=0.0)
+
+
+@triton.jit
+def summed(b_x, sums, alpha, c):
+    """Older sums of rows times alpha, and those of a tile: of TURNED ones each of every 32nd key, as threads
+    hold them, to be added up behind the last block."""
+    if c.TURNED:
+        LATE: tl.constexpr = sums.shape[1]
+        b_x = tl.sum(b_x.reshape(b_x.shape[0], b_x.shape[1] // LATE, LATE), 1)
+        sums = tl.fma(sums, tl.broadcast_to(alpha[:, None], sums.shape), b_x)
+    else:
+        sums = sums * alpha + tl.sum(b_x, 1)
+    return sums
+
+
+@triton.jit
+def ones(b_x):
+    return tl.where(b_x, 1.0, 0.0).to(tl.bfloat16)
