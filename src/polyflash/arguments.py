@@ -223,10 +223,10 @@ def _seed(seed: int | Tensor | None) -> Tensor:
 
 
 def known_backend(name: str | None) -> str:
-    """The name as the op takes it ("" is free choice), or a `SpecError`."""
+    """The name as the op takes it, which "" gives free choice, or a `SpecError`."""
     if name is None:
         return ""
-    if not isinstance(name, str) or name not in ("", *backends.BACKENDS):
+    if not isinstance(name, str) or name not in backends.BACKENDS:
         wanted = f"one of {', '.join(backends.BACKENDS)}, or None"
         raise spec_error("backend", described(name), wanted, "None takes the best row for the call.")
     return name

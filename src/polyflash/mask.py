@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from polyflash.errors import SpecError, described, spec_error
+from polyflash.errors import described, spec_error
 
 if TYPE_CHECKING:
     from torch import Tensor, device
@@ -353,5 +353,6 @@ def _smaller(a: int | None, b: int | None) -> int | None:
 def _only(name: str, a: Any, b: Any) -> Any:
     same = a is b or (isinstance(a, (str, int)) and a == b)  # tensors by identity: == would read them
     if a is not None and b is not None and not same:
-        raise SpecError(f"mask: two different {name} in one conjunction. Combine them into one before `&`")
+        change = "Masks joined by & and the arguments beside mask= hold together: make one of the two."
+        raise spec_error(name, f"two different {name}", "one", change)
     return b if a is None else a

@@ -21,6 +21,7 @@ from polyflash.errors import described, spec_error
 from polyflash.mask import is_strided
 
 _ONE_PASS = "polyflash.backends.triton.merge"
+_LEAST = 2.0**-126  # of float32
 _DIMS = {"bhsd": 4, "bshd": 4, "thd": 3}
 
 
@@ -77,7 +78,7 @@ def _merged(one: AttentionOutput, other: AttentionOutput, layout: str) -> Attent
     a, b = lse_a.masked_fill(either, 0.0), lse_b.masked_fill(either, 0.0)
     lse = torch.where(empty_b, lse_a, torch.where(empty_a, lse_b, torch.logaddexp(a, b)))
     weight_a, weight_b, no_a, no_b = (
-        _beside_out(x, layout) for x in (torch.sigmoid(a - b), torch.sigmoid(b - a), empty_a, empty_b)
+        _beside_out(x, layout) for x in (_share(a - b), _share(b - a), empty_a, empty_b)
     )
     out_a, out_b = out_a.masked_fill(no_a, 0.0), out_b.masked_fill(no_b, 0.0)
     mixed = out_a * weight_a + out_b * weight_b
@@ -94,7 +95,7 @@ def merge_rows(
     if apart.device.type != "cpu" or not math.isfinite(float(apart.sum())):
         return merge(a.out, a.lse, b.out, b.lse, layout="thd")
     apart = _beside_out(apart, "thd")
-    out = (a.out * torch.sigmoid(apart)).add_(b.out * torch.sigmoid(-apart))
+    out = (a.out * _share(apart)).add_(b.out * _share(-apart))
     return out, torch.logaddexp(a.lse, b.lse) if need_lse else None
 
 
@@ -110,7 +111,7 @@ def merge_into(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -
     apart = torch.where(b == -torch.inf, -torch.inf, b - a)  # also of two empty rows
     lse.copy_(torch.logaddexp(a, b))
     kind = torch.promote_types(out.dtype, torch.float32)
-    one, other = (torch.sigmoid(x).to(kind).unsqueeze(-1) for x in (-apart, apart))
+    one, other = (_share(x).to(kind).unsqueeze(-1) for x in (-apart, apart))
     scaled = out * one if out.element_size() < 4 else out.mul_(one)
     torch.addcmul(scaled, other_out, other, out=out)
 
@@ -118,6 +119,11 @@ def merge_into(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -
 @cache
 def _has_triton() -> bool:
     return find_spec("triton") is not None
+
+
+def _share(apart: Tensor) -> Tensor:
+    """σ, but never 0: times an infinity that would be NaN."""
+    return torch.sigmoid(apart).clamp(min=_LEAST)
 
 
 def _beside_out(x: Tensor, layout: str) -> Tensor:

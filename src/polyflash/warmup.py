@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from tempfile import TemporaryFile
 from typing import Any
 
 from polyflash import env, target
@@ -78,7 +79,11 @@ def _printed(job: str) -> list[Any]:
     """Runs a job in a process and prints what it compiles, as it does; how much that was, and its errors."""
     command = [sys.executable, "-m", "polyflash.warmup", job]
     count, errors = 0, []
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    # A pipe that nobody reads yet would fill up, and the process wait for ever.
+    with (
+        TemporaryFile("w+", errors="replace") as complaints,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=complaints, text=True) as process,
+    ):
         for line in process.stdout or ():
             said = json.loads(line)
             if "error" in said:
@@ -86,7 +91,9 @@ def _printed(job: str) -> list[Any]:
             else:
                 print(f"{said['seconds']:7.1f} s  {said['kernel']}", flush=True)
                 count += 1
-        complaint = process.stderr.read().strip() if process.stderr else ""
+        process.wait()
+        complaints.seek(0)
+        complaint = complaints.read().strip()
     if process.returncode and not errors:
         errors.append(complaint.splitlines()[-1] if complaint else f"exit code {process.returncode}")
     return [count, *errors]

@@ -78,7 +78,7 @@ REFUSED = [
         "two windows' lens",
         (Q, K, V),
         {"mask": Mask.lengths(LENS), "kv_lens": LENS.clone()},
-        "two different kv_lens",
+        "kv_lens: got two different kv_lens, wanted one",
     ),
     ("kv_lens dtype", (Q, K, V), {"kv_lens": LENS.short()}, "kv_lens: got torch.int16, wanted int32"),
     ("kv_lens list", (Q, K, V), {"kv_lens": [7, 3]}, "kv_lens: got list"),
@@ -139,6 +139,7 @@ REFUSED = [
     ),
     ("segments shape", (Q, K, V), {"mask": Mask.segments(LENS, LENS)}, "q_segments: got (2,)"),
     ("backend", (Q, K, V), {"backend": "cuda"}, "backend: got 'cuda', wanted one of"),
+    ("no backend", (Q, K, V), {"backend": ""}, "backend: got '', wanted one of"),
     ("out shape", (Q, K, V), {"out": torch.empty(2, 4, 5, 7)}, "out: got (2, 4, 5, 7)"),
     ("out dtype", (Q, K, V), {"out": torch.empty(2, 4, 5, 8).half()}, "out: got"),
     (

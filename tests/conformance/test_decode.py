@@ -185,6 +185,24 @@ def test_visible_nonfinite_values(step: Runner, dtype: torch.dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_infinite_values_far_below_the_maximum(step: Runner, dtype: torch.dtype):
+    """A part of the keys that weighs nothing beside another, in their block, their split or another one, or
+    beside a sink: its infinity is still one, and not 0 times that. WGSL has no weight below 2**-126."""
+    distances = (50.0, 75.0) if step.row.backend == "webgpu" else (50.0, 120.0, 300.0)
+    for rows, keys in ((1, 700), (12, 700)):
+        q, k, v = qkv(1, (4, 2), rows, keys, 32, dtype=dtype)
+        q[..., 0], k[..., 0] = 8.0, 0.0
+        for odd, high in ((3, keys - 1), (keys - 1, 3), (3, 100), (100, 3), (3, 5)):
+            for far in distances:
+                k2, v2 = k.clone(), v.clone()
+                k2[:, :, high, 0] = far * math.sqrt(32) / 8
+                v2[:, 1, odd, 5], v2[:, 1, odd, 7] = math.inf, -math.inf
+                step.checked(q, k2, v2, label=f"{odd} {high} {far}")
+        v[:, 1, 3, 5] = math.inf
+        step.checked(q, k, v, sinks=torch.tensor([0.0, 1.0, 0.0, 1.0]) * distances[-1], label=f"sink {rows}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rows_without_keys(step: Runner, dtype: torch.dtype):
     """P3, B-msk-17, B-msk-18: out 0 and lse -inf, or the sink; into memory that held NaN."""
     q, k, v = qkv(5, (8, 2), 3, 700, 64, dtype=dtype)

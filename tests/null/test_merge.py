@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from polyflash.errors import SpecError
-from polyflash.merging import AttentionOutput, merge, merge_rows
+from polyflash.merging import AttentionOutput, merge, merge_into, merge_rows
 from polyflash.reference import attention_reference
 from tests.tolerance import same_bits
 
@@ -109,6 +109,19 @@ def test_nan_and_infinity_stay_in_their_rows() -> None:
     assert torch.equal(out[0, 0, 1], b.out[0, 0, 1]) and lse[0, 0, 1] == INF
     assert out[0, 0, 2, 0] == INF and torch.equal(out[0, 0, 2, 1:], clean.out[0, 0, 2, 1:])
     assert torch.equal(out[0, 0, 3:], clean.out[0, 0, 3:]) and torch.equal(out[1], clean.out[1])
+
+
+@pytest.mark.parametrize("far", [80.0, 200.0, 2000.0])
+def test_an_infinity_that_weighs_nothing_stays(far: float) -> None:
+    a, b = state(0), state(1)
+    a.out[0, 0, 0, 0], b.out[0, 1, 2, 3] = INF, -INF
+    for one, other in ((a, b), (b, a)):
+        one = AttentionOutput(one.out, one.lse + far)
+        into = AttentionOutput(one.out.float().clone(), one.lse.float().clone())
+        merge_into(*into, other.out, other.lse)
+        rows = (AttentionOutput(x.out[0].transpose(0, 1), x.lse[0]) for x in (one, other))
+        for got in (merge(*one, *other).out, into.out, merge_rows(*rows)[0].transpose(0, 1)[None]):
+            assert got[0, 0, 0, 0] == INF and got[0, 1, 2, 3] == -INF and not got.isnan().any()
 
 
 @pytest.mark.parametrize("layout", ["bshd", "thd"])

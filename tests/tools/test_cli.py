@@ -217,6 +217,7 @@ BAD = {
     "explained heads": (2, ("explain", "--heads", "8/3"), ("8 query heads over 3",)),
     "heads to warm up for": (2, ("warmup", "--heads", "7/2"), ("7 query heads over 2",)),
     "no heads": (2, ("explain", "--heads", "0"), ("'0'", "1 or more")),
+    "a rate without its unit": (2, ("parallel-plan", "--link", "5"), ("'5'", "as in 450GB/s")),
     "no keys": (2, ("explain", "--seqlen", "8/0"), ("'0'", "1 or more")),
     "no such row": (1, ("bench", "--filter", "d65"), ("d65", "--list")),
     "no command": (2, (), ()),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 
 import pytest
 import torch
@@ -76,6 +77,22 @@ def test_each_kernel_is_said_once_and_an_error_ends_the_job(monkeypatch):
     found = list(warmup._make({**JOB, "calls": [[1, 1], [2, 1], [3, 1], [4, 1]]}))
     kernels = [{"kernel": f"kernel {n}", "seconds": 1.5} for n in (1, 2)]
     assert found == [*kernels, {"error": "no such kernel"}]
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_process_that_complains_at_length_is_read_to_its_end(code, capsys, monkeypatch, tmp_path):
+    """More on stderr than a pipe holds, before anything is said on stdout."""
+    child = tmp_path / "child"
+    said = """echo '{"kernel": "k", "seconds": 1}'"""
+    child.write_text(f"#!/bin/sh\nyes complaint | head -c 1000000 >&2\n{said}\necho end >&2\nexit {code}\n")
+    child.chmod(0o755)
+    monkeypatch.setattr(warmup.sys, "executable", str(child))
+    found = []
+    reader = threading.Thread(target=lambda: found.append(warmup._printed("{}")), daemon=True)
+    reader.start()
+    reader.join(20)
+    assert found == [[1, "end"] if code else [1]]
+    assert capsys.readouterr().out == "    1.0 s  k\n"
 
 
 def test_wrong_values_are_refused_with_the_choices(capsys):

@@ -23,6 +23,7 @@ def test_it_is_merge_rounded_once(kinds: tuple[torch.dtype, torch.dtype], dim: i
     for i, rows in ((0, slice(10, 20)), (1, slice(15, 25)), (1, slice(40, 75))):
         outs[i][:, :, rows], lses[i][:, :, rows] = 0.0, -torch.inf
     lses[0][:, :, 30], lses[1][:, :, 31], lses[1][:, :, 32] = 3e4, 3e4, torch.nan
+    outs[1][:, :, 30, 0], outs[0][:, :, 31, 1] = torch.inf, -torch.inf  # of no weight
     lses[1][0, :, 50] = torch.nan  # of its block of rows all others have no key there
     right = merge([(x[:, :, 8:], y[:, :, 8:]) for x, y in zip(outs, lses, strict=True)])
     state = [x.clone().to(device.DEVICE) for x in (outs[0], lses[0])]

@@ -1,8 +1,10 @@
-"""Which variant is legal where, and what the planner says of the rows: no device is asked."""
+"""Which variant is legal where, and what the planner says of the rows: no device is asked but by `tune`."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +15,11 @@ from polyflash.backends.webgpu import configs, render
 from polyflash.backends.webgpu.backward import kernels_of
 from polyflash.backends.webgpu.calls import Sizes
 from polyflash.backends.webgpu.configs import AUTO, FLOOR, ROW, TILE, Config, Limits, Variant
+from polyflash.backends.webgpu.device import Device
 from polyflash.backends.webgpu.forward import Plan, kernel_of
+from polyflash.cli import main
+from polyflash.reference import attention_reference
+from polyflash.tuning import command, search, store
 
 WIDE = Limits(32 << 10, 1024, subgroup=32)
 DIMS = ((1, 1), (4, 4), (16, 16), (16, 12), (32, 32), (64, 16), (128, 128))
@@ -127,3 +133,33 @@ def test_directives_of_kernel_files():
     assert render.expand(iter(lines), {"N": 2, "ON": 0}, 8) == ["a", "b 0u", "b 1u", "d"]
     loop = render.expand(iter(lines), {"N": 9, "ON": 1}, 8)
     assert loop == ["a", "for (var x = 0u; x < N; x++) {", "b x", "}", "c"]
+
+
+def test_tune_keeps_a_variant_that_the_next_plan_takes(
+    on: Device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Races without a clock: the first variant that runs here is quicker, the others are even. One that the
+    device cannot run is said, and passed over."""
+    looks = iter((0.5, 0.5))
+    fits, beyond = configs.lanes(1, 1, 64, 4), configs.lanes(32, 8, 128, 4)
+    monkeypatch.setattr(on, "limits", on.limits._replace(subgroup=min(on.limits.subgroup, 8)))
+
+    def race(arms: Mapping[str, Callable[[], object]], length: float) -> dict[str, float]:
+        for arm in arms.values():
+            arm()
+        return {name: 1.0 if name == search.INCUMBENT else next(looks, 1.0) for name in arms}
+
+    monkeypatch.setattr(store, "folder", lambda: str(tmp_path / "tuned"))
+    monkeypatch.setattr(command, "_race", lambda device, seconds: race)
+    monkeypatch.setattr(configs, "RANKING", dict.fromkeys(configs.RANKING, (beyond, fits)))
+    sizes = ("--seqlen", "70/90", "--heads", "2", "--head-dim", "16", "--dtype", "float32")
+    assert main(["tune", "--backend", "webgpu", *sizes]) == 0
+    told = capsys.readouterr().out
+    assert f"{configs.title(beyond)}: fails" in told and f"{configs.title(fits)}: quicker ×2.00" in told
+    q, k = torch.randn(1, 2, 70, 16), torch.randn(1, 2, 90, 16)
+    plan = polyflash.explain(q, k, k, backend="webgpu")
+    assert plan.rung == "tuned" and plan.config == Config(variant=configs.title(fits))
+    out = polyflash.attention(q, k, k, backend="webgpu")
+    torch.testing.assert_close(out.double(), attention_reference(q, k, k).out, rtol=1e-5, atol=1e-5)
+    assert main(["tune", "--backend", "webgpu", "--forget"]) == 0
+    assert polyflash.explain(q, k, k, backend="webgpu").rung == "heuristic"

@@ -262,7 +262,7 @@ class Tile:
             m_old = e.load(p_stats, v * e.bytes)
             m_new = e.maximum(e.load(p_block, (nv + v) * e.bytes), m_old)
             m_safe = b.select(b.fcmp_ordered("==", m_new, e.floats(float("-inf"))), e.floats(0), m_new)
-            alpha = power(b.fsub(m_old, m_safe), 6)
+            alpha = kept(e, power(b.fsub(m_old, m_safe), 6))
             e.store(m_new, p_stats, v * e.bytes)
             e.store(alpha, p_block, v * e.bytes)
             return m_safe, alpha
@@ -409,7 +409,7 @@ class Tile:
         m = b.select(empty, minus_inf, m)
         top = b.select(b.fcmp_ordered(">", sink, m), sink, m)
         base = b.select(b.fcmp_ordered("==", top, minus_inf), e.floats(0), top)
-        own = e.exp2(b.fmul(b.fsub(m, base), log2e), 6, -126)
+        own = kept(e, e.exp2(b.fmul(b.fsub(m, base), log2e), 6, -126), -126)
         total = e.fma(l_i, own, e.exp2(b.fmul(b.fsub(sink, base), log2e), 6, -126))
         lse = b.fadd(base, e.log(total))
         lse = b.select(b.fcmp_ordered(">", total, e.floats(0)), lse, e.floats(float("nan")))
@@ -420,3 +420,8 @@ class Tile:
     @stage
     def store_lse(self, e: Emitter, stats, dst, rows) -> None:
         e.store(e.load(e.pointer(stats)), e.pointer(dst), inside=e.first_lanes(rows))
+
+
+def kept(e: Emitter, share: Value, floor: int = -100) -> Value:
+    """The share that older sums keep, never 0: times an infinity among them that would be NaN."""
+    return e.b.select(e.b.fcmp_ordered("==", share, e.floats(0)), e.floats(2.0**floor), share)

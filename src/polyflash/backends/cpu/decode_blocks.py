@@ -18,7 +18,7 @@ from typing import Any
 from llvmlite import ir
 
 from polyflash.backends.cpu.address_lists import AddressLists
-from polyflash.backends.cpu.blocks import Tile
+from polyflash.backends.cpu.blocks import Tile, kept
 from polyflash.backends.cpu.configs import STEP
 from polyflash.backends.cpu.decode_configs import KEYS_PER_GROUP, NARROW, WIDTH, DecodeKey
 from polyflash.backends.cpu.decode_many_blocks import joined
@@ -165,7 +165,7 @@ class DecodeTile(AddressLists, Turns):
         m_old = e.load(p_stats)
         m_new = e.maximum(top, m_old)
         m_safe = b.select(b.fcmp_ordered("==", m_new, minus_inf), e.floats(0), m_new)
-        alpha = self._power(e, b.fsub(m_old, m_safe), scale_bits, 6)
+        alpha = kept(e, self._power(e, b.fsub(m_old, m_safe), scale_bits, 6))
         e.store(m_new, p_stats)
         e.store(alpha, p_block)
 
@@ -335,7 +335,7 @@ class DecodeTile(AddressLists, Turns):
         def power(d: Value, degree: int) -> Value:
             return self._power(e, d, scale_bits, degree)
 
-        p_stats, (m, l_i) = e.pointer(stats), joined(e, partials, stride, count, 0, e.bytes, power, True)
+        p_stats, (m, l_i) = e.pointer(stats), joined(e, partials, stride, count, 0, e.bytes, power)
         e.store(m, p_stats)
         e.store(l_i, p_stats, e.bytes)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from polyflash.backends.cpu.address_lists import PREFETCH_LEVEL, AddressLists
-from polyflash.backends.cpu.blocks import Tile
+from polyflash.backends.cpu.blocks import Tile, kept
 from polyflash.backends.cpu.decode_many_configs import ManyKey
 from polyflash.backends.cpu.intrinsics import stage
 from polyflash.backends.cpu.simd import I32, I64, Emitter, Value
@@ -148,10 +148,9 @@ class ManyTile(Tile, AddressLists):
 
 
 def joined(
-    e: Emitter, partials, stride, count, m_at: int, l_at: int, power: Callable[..., Value], keep: bool = False
+    e: Emitter, partials, stride, count, m_at: int, l_at: int, power: Callable[..., Value]
 ) -> tuple[Value, Value]:
-    """M and the joined l of a vector of rows, whose m in every split becomes its share. With `keep` a share
-    too small for float32 is not 0: its O may hold an infinity."""
+    """M and the joined l of a vector of rows, whose m in every split becomes its share."""
     b = e.b
 
     def highest(i: Value, x: list[Value]) -> list[Value]:
@@ -161,12 +160,7 @@ def joined(
     m_safe = b.select(b.fcmp_ordered("==", m, e.floats(MINUS_INF)), e.floats(0), m)
 
     def share(i: Value, x: list[Value]) -> list[Value]:
-        own = e.load(x[0], m_at)
-        w = power(b.fsub(own, m_safe), 6)
-        if keep:
-            none = e.floats(MINUS_INF)
-            lost = b.and_(b.fcmp_ordered("==", w, e.floats(0)), b.fcmp_ordered("!=", own, none))
-            w = b.select(lost, b.bitcast(e.ints(1), e.vf), w)
+        w = kept(e, power(b.fsub(e.load(x[0], m_at), m_safe), 6))
         e.store(w, x[0], m_at)
         return [e.at(x[0], stride), e.fma(w, e.load(x[0], l_at), x[1])]
 

@@ -17,7 +17,7 @@ import struct
 
 from llvmlite import ir
 
-from polyflash.backends.cpu.blocks import Tile
+from polyflash.backends.cpu.blocks import Tile, kept
 from polyflash.backends.cpu.configs import KernelKey
 from polyflash.backends.cpu.intrinsics import stage
 from polyflash.backends.cpu.simd import F32, I8, I32, I64, Emitter, Value
@@ -221,7 +221,7 @@ class IntegerTile(Tile):
             lift.append(b.fmul(e.log(b.fdiv(e.floats(255), most)), e.floats(1.4426950408889634)))
             top.append(b.select(b.fcmp_ordered("==", highest, none), zero, highest))
             step.append(b.fmul(unit, scale))
-            alpha.append(power(b.fsub(m_old, m_safe), 6))
+            alpha.append(kept(e, power(b.fsub(m_old, m_safe), 6)))
             beta.append(b.fmul(power(b.fsub(m_block, m_safe), 6), e.power_of_two(b.fneg(lift[v]), 5)))
             e.store(m_new, p_stats, v * e.bytes)
             e.store(alpha[v], p_block, v * e.bytes)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 # Splits whose outputs one step reads, and warps. Of few rows with many splits, and of many rows with few.
 FEW_ROWS, MANY_ROWS = (16, 4), (4, 1)
+LEAST = tl.constexpr(2.0**-126)  # share of a part: 0 times an infinity would be NaN
 
 
 class Tensors(NamedTuple):
@@ -89,6 +90,7 @@ def merge_splits(t, n, c):
         o_part = (i_s + o_s).to(tl.int64) * n.num_rows + i_row
         b_l = tl.load(part_l + o_part, mask=m_s, other=0.0)
         b_share = tl.exp2((tl.load(part_m + o_part, mask=m_s, other=float("-inf")) - m_i) * n.factor)
+        b_share = tl.where(b_share < LEAST, LEAST, b_share)
         b_share = tl.where(b_l == 0.0, 0.0, b_share * b_l)
         l_i += tl.sum(b_share, 0)
         b_part = load_tile(t.parts, o_part * c.DV, m_s, 0, c.DV, c.DV0, "")
@@ -101,7 +103,8 @@ def merge_splits(t, n, c):
         b_sink = tl.load(t.sinks + i_h).to(tl.float32)
         b_top = tl.maximum(tl.where(l_i == 0.0, float("-inf"), b_m), b_sink)
         b_top = tl.where(b_top == float("-inf"), 0.0, b_top)
-        b_older = tl.where(l_i == 0.0, 0.0, tl.exp2((b_m - b_top) * LOG2E))
+        b_older = tl.exp2((b_m - b_top) * LOG2E)
+        b_older = tl.where(l_i == 0.0, 0.0, tl.where(b_older < LEAST, LEAST, b_older))
         l_i = l_i * b_older + tl.exp2((b_sink - b_top) * LOG2E)
         acc0, acc1, b_m = acc0 * b_older, acc1 * b_older, b_top
     b_l = tl.where(l_i == 0.0, 1.0, l_i)
@@ -160,10 +163,12 @@ def merge_pair(t, n, c):
         tl.store(p_lse, top + tl.log(1.0 + tl.exp(-tl.abs(apart))), mask=m_r)
         m = m_r[:, None] & m_d[None, :]
         p_out = out.p + i_b * out.b + i_h * out.h + o_r[:, None] * out.s + o_d[None, :] * out.d
-        b_out = tl.load(p_out, mask=m, other=0.0).to(tl.float32) * (1.0 / (1.0 + tl.exp(apart)))[:, None]
+        b_one, b_two = 1.0 / (1.0 + tl.exp(apart)), 1.0 / (1.0 + tl.exp(-apart))
+        b_one, b_two = tl.where(b_one < LEAST, LEAST, b_one), tl.where(b_two < LEAST, LEAST, b_two)
+        b_out = tl.load(p_out, mask=m, other=0.0).to(tl.float32) * b_one[:, None]
         p_other = other.p + i_b * other.b + i_h * other.h + o_r[:, None] * other.s + o_d[None, :] * other.d
         b_x = tl.load(p_other, mask=m, other=0.0).to(tl.float32)
-        b_out += b_x * (1.0 / (1.0 + tl.exp(-apart)))[:, None]
+        b_out += b_x * b_two[:, None]
         tl.store(p_out, b_out.to(out.p.dtype.element_ty), mask=m)
 
 

@@ -4,6 +4,13 @@
 //
 // A split hands over m and l and not its lse, whose rounding is that of the scores.
 
+// What sums count for: not 0, as 0 times an infinity among them would be NaN.
+static float kept(float share) { return share < 0x1p-126f ? 0x1p-126f : share; }
+
+static float weight(float m, float top, float l, float unit) {
+  return l == 0.0f ? 0.0f : kept(exp2((m - top) * unit * LOG2E)) * l;
+}
+
 kernel void merge(OPERANDS, device const float* parts [[buffer(14)]], device const float* part_m [[buffer(15)]],
                   device T* out [[buffer(16)]], device float* lse [[buffer(17)]],
                   uint3 i_group [[threadgroup_position_in_grid]], ushort lane [[thread_index_in_simdgroup]]) {
@@ -16,19 +23,17 @@ kernel void merge(OPERANDS, device const float* parts [[buffer(14)]], device con
   m_i = m_i == minus_infinity() ? 0.0f : m_i;
   float l_i = 0.0f;
   for (long s = 0; s < n.num_splits; ++s) {
-    const float l_s = part_l[s * rows + row];
-    l_i += l_s == 0.0f ? 0.0f : exp2((part_m[s * rows + row] - m_i) * f.unit * LOG2E) * l_s;
+    l_i += weight(part_m[s * rows + row], m_i, part_l[s * rows + row], f.unit);
   }
   float sum = l_i, m_out = m_i * f.unit, older = 1.0f;
   if (HAS_SINKS) join_sink(OPERANDS_HERE.sinks[i_h], m_out, sum, older);
+  older = kept(older);
   const float divisor = sum == 0.0f ? 1.0f : sum;
   device T* to = out + i_b * n.out.b + i_h * n.out.h + i * n.out.s;
   for (int c = lane; c < n.head_dim_v; c += 32) {
     float acc = 0.0f;
     for (long s = 0; s < n.num_splits; ++s) {
-      const float l_s = part_l[s * rows + row];
-      const float share = l_s == 0.0f ? 0.0f : exp2((part_m[s * rows + row] - m_i) * f.unit * LOG2E) * l_s;
-      acc += share * parts[(s * rows + row) * n.head_dim_v + c];
+      acc += weight(part_m[s * rows + row], m_i, part_l[s * rows + row], f.unit) * parts[(s * rows + row) * n.head_dim_v + c];
     }
     to[c] = T(acc * older / divisor);
   }

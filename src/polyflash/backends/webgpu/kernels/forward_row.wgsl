@@ -143,7 +143,7 @@ fn forward_row(
 //: end
           // online_softmax
           let m_new = max(m_i[{o}], largest(apply_mask(w, on, LOWEST)));
-          alpha[{o}] = exp2((m_i[{o}] - m_new) * LOG2E);
+          alpha[{o}] = share(m_i[{o}] - m_new);
           s[{o}] = apply_mask(exp2((w - vec4<f32>(m_new)) * LOG2E), on, HIDDEN);
           m_i[{o}] = m_new;
           l_i[{o}] = add_weights(l_i[{o}] * alpha[{o}], s[{o}]);
@@ -194,7 +194,7 @@ fn forward_row(
     // merge
     var kept: array<f32, OWN>;
 //: for o < OWN
-    kept[{o}] = exp2((whole_m[{o}] - m_i[{o}]) * LOG2E);
+    kept[{o}] = share(whole_m[{o}] - m_i[{o}]);
     whole_m[{o}] = m_i[{o}];
     whole_l[{o}] = whole_l[{o}] * kept[{o}] + l_i[{o}];
     l_i[{o}] = 0.0;

@@ -135,7 +135,7 @@ fn forward_tile(
         }
 //: end
         let m_new = max(m_i[{i}], top[{i}]);
-        let alpha = exp2((m_i[{i}] - m_new) * LOG2E);
+        let alpha = share(m_i[{i}] - m_new);
         m_i[{i}] = m_new;
 //: for x < RN4
         {
@@ -191,7 +191,7 @@ fn forward_tile(
     }
 //: for i < RM
     {  // merge
-      let factor = exp2((whole_m[{i}] - m_i[{i}]) * LOG2E);
+      let factor = share(whole_m[{i}] - m_i[{i}]);
       whole_m[{i}] = m_i[{i}];
       whole_l[{i}] = whole_l[{i}] * factor + l_i[{i}];
       l_i[{i}] = 0.0;

@@ -17,7 +17,7 @@ fn merge(@builtin(global_invocation_id) id: vec3<u32>) {
   for (var s = 0u; s < n.num_splits; s++) {
     let part = parts_lse[s * n.rows_total + row];
     if (part.y == 0.0) { continue; }  // not `!= 0`, of which some compilers say that a NaN is not
-    let alpha = exp2((part.x - m) * LOG2E);
+    let alpha = share(part.x - m);
     l += part.y * alpha;
     acc += parts[(s * n.rows_total + row) * DV4 + x % DV4] * alpha;
   }

@@ -2,6 +2,7 @@
 // Scores are natural ones, s = scale * q.k; a weight is exp2((s - m_i) * LOG2E). Nothing here waits.
 
 const LOG2E: f32 = 1.4426950408889634;
+const LEAST: f32 = 1.1754944e-38;  // as a share
 const LOWEST: f32 = -3.4028234e38;  // stands for "no score yet"; whether there is one, l_i says
 const MINUS_INFINITY: u32 = 0xff800000u;
 const HIDDEN: f32 = -1.0;  // stands in a tile of weights for a pair that is not seen: 0 times a NaN is a NaN
@@ -221,6 +222,12 @@ fn add_weights(x: f32, p: vec4<f32>) -> f32 {
 // x + p * v of a pair, x alone if it is not seen.
 fn add_seen(x: vec4<f32>, p: f32, v: vec4<f32>) -> vec4<f32> {
   return select(x + p * v, x, vec4<bool>(bitcast<u32>(p) == bitcast<u32>(HIDDEN)));
+}
+
+// What older sums keep when their maximum is d below the new one: not 0, as 0 times an infinity would be NaN.
+fn share(d: f32) -> f32 {
+  let x = exp2(d * LOG2E);
+  return select(x, LEAST, x < LEAST);
 }
 
 // A sink starts its row: m_i and l_i.
