@@ -1,7 +1,7 @@
 """Keys and values as codes, of at most 8 rows: device functions of the decode kernel.
 
 A block of keys is walked in a phase of K and one of V, and in each the rows of the next block are prefetched.
-A single row reads whole tensors otherwise: V of a block and K of the next by turns of a few keys.
+A single row reads whole tensors of int8 otherwise: V of a block and K of the next by turns of a few keys.
 Scales of channels of K are folded into Q, anew for every run of keys that share them; those of
 keys are copied, through pages too, and join scores and weights a vector at a time.
 """

@@ -19,7 +19,7 @@ from polyflash.target import Target
 READ = ("int8", "int4")  # codes that become 16-bit integers in registers
 MOST_CHANNELS = 256
 STATS = 3  # vectors behind the planes of Q: scale, sum of shifts, and what the middle of codes adds, of a row
-TURN, TURN_CHANNELS = 32, 128  # keys; 16 and 64 were as quick
+TURN, TURN_BYTES = 32, 128  # keys, and bytes of a row
 BLOCK_CHANNELS = 32  # of V that share a scale, unless all do: whole 128-bit lanes
 
 
@@ -91,10 +91,10 @@ class CodesKey(DecodeKey):
 
     @property
     def turn(self) -> int:
-        """Keys of K, and then of V, that are read by turns; 0: none, as several rows are bound by arithmetic
-        and more channels have no registers."""
-        few = self.isa == "avx512" and self.rows == 1 and max(self.head_dim, self.head_dim_v) <= TURN_CHANNELS
-        return min(self.run or TURN, TURN) if few else 0
+        """Keys of K, and then of V, that are read by turns; 0: none, as several rows are bound by arithmetic,
+        and rows of K or V in a single line gained nothing."""
+        alone = self.isa == "avx512" and self.rows == 1 and self.k.dtype == self.v.dtype == "int8"
+        return min(self.run or TURN, TURN) if alone and self.row_bytes == (TURN_BYTES, TURN_BYTES) else 0
 
     @property
     def value_groups(self) -> int:
