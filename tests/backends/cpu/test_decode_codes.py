@@ -94,15 +94,17 @@ def test_float16(name):
 
 
 @pytest.mark.parametrize("name", ("int8-smooth", "int8-channel", "int4", "int4-token"))
-def test_pages_splits_and_heads_change_no_bit(monkeypatch, name):
-    """Tables lie by pages, as the codes; what no key stands in is garbage, its scales NaN."""
+@pytest.mark.parametrize("heads", (2, 8))
+def test_pages_splits_and_heads_change_no_bit(monkeypatch, heads, name):
+    """Tables lie by pages, as the codes; what no key stands in is garbage, its scales NaN. Whole tensors a
+    single row reads by turns, one head at a time; pages, and several heads, in phases."""
     from polyflash.backends.cpu import decode as host
 
     keys, size, lens = 700, 64, ints(700, 391)
     plain = tuple(s if s.smoothing != "mean" else replace(s, smoothing="block_mean") for s in SCHEMES[name])
     k, v = (quantize(randn(2, 2, keys, 128, seed=n), s) for n, s in enumerate(plain))
-    q = randn(2, 8, 1, 128, dtype=torch.bfloat16)
-    want = decode(q, k, v, split=128, kv_lens=lens)
+    q = randn(2, heads, 1, 128, dtype=torch.bfloat16)
+    want = decode(q, k, v, split=256, kv_lens=lens)
     made = []
     for x in (k, v):
         codes, table = paged(x.codes, size, unused=77)
@@ -114,13 +116,13 @@ def test_pages_splits_and_heads_change_no_bit(monkeypatch, name):
             tokens = size // -(-keys // entries.shape[2])  # entries of a page
             tables.append(paged(entries, tokens)[0] if tokens > 1 else _by_page(entries, table))
         made.append(replace(x, codes=codes, scale=tables[0], shift=tables[1]))
-    monkeypatch.setattr(host, "_heads_per_item", lambda num_kv_heads, splits, threads: 2)
-    for most in (1, 4):
+    for most, together in ((4, 1), (1, 2), (4, 2)):
+        monkeypatch.setattr(host, "_heads_per_item", lambda *_, heads=together: heads)
         monkeypatch.setattr(host, "MOST_SPLITS", most)
         monkeypatch.setattr(host, "ITEMS_PER_THREAD", 0.01)
         for got in (
-            decode(q, *made, split=128, kv_lens=lens, page_table=table),
-            decode(q, k, v, split=128, kv_lens=lens),
+            decode(q, *made, split=256, kv_lens=lens, page_table=table),
+            decode(q, k, v, split=256, kv_lens=lens),
         ):
             for x, y, part in zip(got, want, ("out", "lse"), strict=True):
                 same_bits(x, y, f"{part} of {name}, {most} splits")

@@ -1,6 +1,7 @@
 """Keys and values as codes, of at most 8 rows: device functions of the decode kernel.
 
 A block of keys is walked in a phase of K and one of V, and in each the rows of the next block are prefetched.
+A single row reads whole tensors of int8 otherwise: V of a block and K of the next by turns of a few keys.
 Scales of channels of K are folded into Q, anew for every run of keys that share them; those of
 keys are copied, through pages too, and join scores and weights a vector at a time.
 """
@@ -11,12 +12,14 @@ from typing import Any
 
 from polyflash.backends.cpu import configs
 from polyflash.backends.cpu.decode_codes_configs import CodesKey
-from polyflash.backends.cpu.intrinsics import greatest, least, load_i32, word
+from polyflash.backends.cpu.decode_configs import MOST_HEADS
+from polyflash.backends.cpu.intrinsics import greatest, least, load_i32, namespace, word
 from polyflash.backends.cpu.structs import Blocks
 from polyflash.backends.cpu.words import DECODE, K_BATCH, V_BATCH
 
 device = Blocks(DECODE).device
 
+SCORED = 3  # of `ready`
 BEYOND = 1 << 40  # more keys than there are
 BYTES_AHEAD = (
     8192  # of K or V behind the next block: of 4 to 32 KiB the best or near it, and of 0 a tenth slower
@@ -32,10 +35,131 @@ def walk(key: CodesKey, stage: Any, list_rows: Any) -> Any:
     K_TOKENS, V_TOKENS = key.k.scale.tokens, key.v.scale.tokens
     SHIFT_TOKENS = 0 if key.k.shift is None else key.k.shift.tokens
     CHANNEL_SCALES, SHIFTED, V_SHIFTED = not KEY_SCALES, key.k.shift is not None, key.v.shift is not None
-    # Keys that share what is folded into Q; 0: those of a page, or all.
-    RUN = min((n for n in (CHANNEL_SCALES * K_TOKENS, SHIFT_TOKENS) if n), default=0)
+    RUN, TURNS, TURN_KEYS, FOLDED = key.run, key.turn > 0, max(key.turn, 1), CHANNEL_SCALES or SHIFTED
     K_AHEAD, V_AHEAD = (BYTES_AHEAD // max(1, n) for n in key.row_bytes)  # keys
     WIDTH = key.live_groups  # of V, scales of a key
+
+    entry_at, copy_entries = _tables(stage)
+
+    @device
+    def list_both(tile, k, v, slot, first, last, i_h):
+        """The rows of K and V of a block and head; in two slots, that at hand and the next."""
+        args, place = tile.args, slot * (tile.args.block_n + LANES) * 8
+        list_rows(tile, k + i_h * word(args, K_BATCH + 1), K_BATCH, tile.k_rows + place, first, last)
+        list_rows(tile, v + i_h * word(args, V_BATCH + 1), V_BATCH, tile.v_rows + place, first, last)
+
+    @device
+    def further(args, tensor, keys):
+        """Bytes between the next block of whole tensors and what is prefetched."""
+        return keys * word(args, tensor + 2) if args.page_table == 0 else 0
+
+    @device
+    def fold(tile, floats, q, j, i_h):
+        """At `q` integers of the rows of Q for the keys that share with j what is folded into Q."""
+        scale = shift = tile.zero
+        if CHANNEL_SCALES:
+            scale = entry_at(tile, K_SCALE, K_TOKENS, j, i_h)
+        if SHIFTED:
+            shift = entry_at(tile, K_SHIFT, SHIFT_TOKENS, j, i_h)
+        stage.fold_query(floats, q, scale, shift)
+
+    @device
+    def score_block(tile, q, first, last, begin, i_h, k_rows, later, top):
+        """Scores of a block and head, run by run of keys that share what is folded into Q."""
+        args, s, j, run = tile.args, tile.s, first, BEYOND
+        if RUN > 0:
+            run = RUN
+        elif args.page_table != 0:
+            run = args.page_size
+        if KEY_SCALES:
+            copy_entries(tile, K_SCALE, K_TOKENS, tile.stage + (first - begin) * 4, first, last, i_h, 1)
+        while j < last:
+            end = least(last, (j // run + 1) * run)
+            if FOLDED:
+                fold(tile, q, q, j, i_h)
+            at = j // STEP * STEP
+            vectors, far = ((end + STEP - 1) // STEP * STEP - at) // KEYS, (at - begin) * 8
+            s_at, scales = s + (at - begin) * ROWS * 4, tile.stage + (at - begin) * 4
+            rows, ahead, factor, cap = k_rows + far, later + far, args.score_factor, args.score_cap
+            more, limits = further(args, K_BATCH, K_AHEAD), tile.limits
+            stage.scores_of_codes(rows, q, s_at, top, vectors, limits, at, factor, cap, ahead, more, scales)
+            j = end
+
+    @device
+    def weigh_block(tile, first, last, begin, vectors, i_h):
+        """The weights of a block as integers, and what is added to its values."""
+        scales, size = tile.stage + tile.args.block_n * 4, tile.args.block_n * WIDTH * 4
+        at = scales + (first - begin) * WIDTH * 4
+        copy_entries(tile, V_SCALE, V_TOKENS, at, first, last, i_h, WIDTH)
+        if V_SHIFTED:
+            copy_entries(tile, V_SHIFT, V_TOKENS, at + size, first, last, i_h, WIDTH)
+        sums, floats = tile.block + 2 * VECTOR, tile.addresses
+        stage.weigh_codes(tile.s, floats, tile.p, sums, vectors, scales, scales + size)
+
+    @device
+    def run_of(block_n):
+        """Keys of a block that share what is folded into Q."""
+        return RUN if 0 < RUN < block_n else block_n
+
+    turns_of = namespace(fold, list_both, score_block, weigh_block, copy_entries, run_of)
+    attend_row = _by_turns(key, stage, turns_of) if TURNS else None
+
+    @device
+    def attend_split(tile, k, v, key_lo, key_hi, all_lo, all_hi, state, heads, ready, beyond):
+        """The keys [key_lo, key_hi) of `heads` kv heads, block by block; while one is read, the next rows of
+        K and V are prefetched. `ready` is 1 or 2 if the rows of the first are listed, in slot 0 or 1, or
+        SCORED if it is, as those after key_hi are afterwards, as far as there are keys before
+        `beyond`."""
+        args = tile.args
+        s, block, block_n, slot_bytes = tile.s, tile.block, args.block_n, (args.block_n + LANES) * 8
+        if not FOLDED:
+            for i_h in range(heads):
+                q = tile.q + i_h * args.q_tile
+                stage.fold_query(q, q, tile.zero, tile.zero)
+        turns, turns_end, ahead, run = 0, 0, 0, run_of(block_n)
+        even = run % TURN_KEYS == 0 and block_n % run == 0 and RUN % run == 0 and block_n // run <= MOST_HEADS
+        if TURNS and even and heads == 1 and args.page_table == 0:
+            turns = (greatest(key_lo, all_lo) + block_n - 1) // block_n
+            turns_end = ahead = least(key_hi, all_hi) // block_n
+            if key_hi % block_n == 0 and key_hi + block_n <= least(beyond, all_hi):
+                ahead += 1  # to the next split
+        i_n, end_n = key_lo // block_n, (key_hi + block_n - 1) // block_n
+        while i_n < end_n:
+            if TURNS and turns <= i_n and i_n < turns_end:
+                attend_row(tile, k, v, i_n, turns_end, ahead, state, ready)
+                i_n, ready = turns_end, SCORED if ahead > turns_end else 0
+                continue
+            first, last = greatest(i_n * block_n, key_lo), least((i_n + 1) * block_n, key_hi)
+            begin, end = first // STEP * STEP, (last + STEP - 1) // STEP * STEP
+            vectors = (end - begin) // KEYS
+            if ready == 0:
+                list_both(tile, k, v, 0, first, last, 0)
+                ready = 1
+            for i_h in range(heads):
+                slot, stats = ready - 1, state + i_h * args.partial_bytes
+                if i_h + 1 < heads:
+                    list_both(tile, k, v, 1 - slot, first, last, i_h + 1)
+                elif last < beyond:
+                    list_both(tile, k, v, 1 - slot, last, least((last // block_n + 1) * block_n, beyond), 0)
+                own, later = slot * slot_bytes, (1 - slot) * slot_bytes
+                k_rows, v_rows = tile.k_rows, tile.v_rows
+                stage.fill(block, 1, MINUS_INF)
+                q = tile.q + i_h * args.q_tile
+                score_block(tile, q, first, last, begin, i_h, k_rows + own, k_rows + later, block)
+                stage.online_softmax(s, vectors, block, stats, args.scale_log2)
+                weigh_block(tile, first, last, begin, vectors, i_h)
+                o, sums, pairs = stats + 2 * VECTOR, block + 2 * VECTOR, (end - begin) // 2
+                more, p = further(args, V_BATCH, V_AHEAD), tile.p
+                stage.accumulate_codes(v_rows + own, p, o, block, sums, pairs, v_rows + later, more)
+                ready = 2 - slot
+            i_n += 1
+        return ready
+
+    return attend_split
+
+
+def _tables(stage: Any) -> tuple[Any, Any]:
+    """Two device functions of 5 and 8 arguments, over tables of scales or shifts."""
 
     @device
     def entry_at(tile, table, tokens, j, i_h):
@@ -69,92 +193,43 @@ def walk(key: CodesKey, stage: Any, list_rows: Any) -> Any:
             stage.copy_entries(src, step, end - j, dst + (j - first) * width * 4, width)
             j = end
 
-    @device
-    def list_both(tile, k, v, slot, first, last, i_h):
-        """The rows of K and V of a block and head; in two slots, that at hand and the next."""
-        args, place = tile.args, slot * (tile.args.block_n + LANES) * 8
-        list_rows(tile, k + i_h * word(args, K_BATCH + 1), K_BATCH, tile.k_rows + place, first, last)
-        list_rows(tile, v + i_h * word(args, V_BATCH + 1), V_BATCH, tile.v_rows + place, first, last)
+    return entry_at, copy_entries
+
+
+def _by_turns(key: CodesKey, stage: Any, own: Any) -> Any:
+    """A device function of 8 arguments, see `attend_row`."""
+    K_SCALE, K_TOKENS, KEY_SCALES = DECODE.k_scale, key.k.scale.tokens, key.k.scale.channels == 0
+    KEYS, VECTOR, RUN, TURN, MINUS_INF = key.lanes // key.rows, key.lanes * 4, key.run, key.turn, 0xFF800000
 
     @device
-    def further(args, tensor, keys):
-        """Bytes between the next block of whole tensors and what is prefetched."""
-        return keys * word(args, tensor + 2) if args.page_table == 0 else 0
-
-    @device
-    def score_block(tile, q, first, last, begin, i_h, k_rows, later):
-        """Scores of a block and head, run by run of keys that share what is folded into Q."""
-        args, s, j, run = tile.args, tile.s, first, BEYOND
-        if RUN > 0:
-            run = RUN
-        elif args.page_table != 0:
-            run = args.page_size
-        if KEY_SCALES:
-            copy_entries(tile, K_SCALE, K_TOKENS, tile.stage + (first - begin) * 4, first, last, i_h, 1)
-        while j < last:
-            end = least(last, (j // run + 1) * run)
-            if CHANNEL_SCALES or SHIFTED:
-                scale = shift = tile.zero
-                if CHANNEL_SCALES:
-                    scale = entry_at(tile, K_SCALE, K_TOKENS, j, i_h)
-                if SHIFTED:
-                    shift = entry_at(tile, K_SHIFT, SHIFT_TOKENS, j, i_h)
-                stage.fold_query(q, scale, shift)
-            at = j // STEP * STEP
-            vectors, far = ((end + STEP - 1) // STEP * STEP - at) // KEYS, (at - begin) * 8
-            s_at, scales = s + (at - begin) * ROWS * 4, tile.stage + (at - begin) * 4
-            rows, ahead, factor, cap = k_rows + far, later + far, args.score_factor, args.score_cap
-            more, limits = further(args, K_BATCH, K_AHEAD), tile.limits
-            stage.scores_of_codes(
-                rows, q, s_at, tile.block, vectors, limits, at, factor, cap, ahead, more, scales
-            )
-            j = end
-
-    @device
-    def weigh_block(tile, first, last, begin, vectors, i_h):
-        """The weights of a block as integers, and what is added to its values."""
-        scales, size = tile.stage + tile.args.block_n * 4, tile.args.block_n * WIDTH * 4
-        at = scales + (first - begin) * WIDTH * 4
-        copy_entries(tile, V_SCALE, V_TOKENS, at, first, last, i_h, WIDTH)
-        if V_SHIFTED:
-            copy_entries(tile, V_SHIFT, V_TOKENS, at + size, first, last, i_h, WIDTH)
-        sums, floats = tile.block + 2 * VECTOR, tile.addresses
-        stage.weigh_codes(tile.s, floats, tile.p, sums, vectors, scales, scales + size)
-
-    @device
-    def attend_split(tile, k, v, key_lo, key_hi, all_lo, all_hi, state, heads, ready, beyond):
-        """The keys [key_lo, key_hi) of `heads` kv heads, block by block; while one is read, the next rows of
-        K and V are prefetched. `ready` is 1 or 2 if the rows of the first are listed, in slot 0 or 1, as
-        those after key_hi are afterwards, as far as there are keys before `beyond`."""
-        args = tile.args
-        s, block, block_n, slot_bytes = tile.s, tile.block, args.block_n, (args.block_n + LANES) * 8
-        if not (CHANNEL_SCALES or SHIFTED):
-            for i_h in range(heads):
-                stage.fold_query(tile.q + i_h * args.q_tile, tile.zero, tile.zero)
-        for i_n in range(key_lo // block_n, (key_hi + block_n - 1) // block_n):
-            first, last = greatest(i_n * block_n, key_lo), least((i_n + 1) * block_n, key_hi)
-            begin, end = first // STEP * STEP, (last + STEP - 1) // STEP * STEP
-            vectors = (end - begin) // KEYS
-            if ready == 0:
-                list_both(tile, k, v, 0, first, last, 0)
-                ready = 1
-            for i_h in range(heads):
-                slot, stats = ready - 1, state + i_h * args.partial_bytes
-                if i_h + 1 < heads:
-                    list_both(tile, k, v, 1 - slot, first, last, i_h + 1)
-                elif last < beyond:
-                    list_both(tile, k, v, 1 - slot, last, least((last // block_n + 1) * block_n, beyond), 0)
-                own, later = slot * slot_bytes, (1 - slot) * slot_bytes
-                k_rows, v_rows = tile.k_rows, tile.v_rows
+    def attend_row(tile, k, v, first, end, ahead, state, ready):
+        """The blocks [first, end) of keys of whole tensors, all of which the one row sees. `ready` is SCORED
+        if the first is, as block `end` is afterwards if `ahead` is larger."""
+        args, s, p, block_n, q = tile.args, tile.s, tile.p, tile.args.block_n, tile.q
+        o, sums, scales, run = state + 2 * VECTOR, tile.block + 2 * VECTOR, tile.stage, own.run_of(block_n)
+        k_step, v_step, vectors = word(args, K_BATCH + 2), word(args, V_BATCH + 2), block_n // KEYS
+        q_step = args.q_tile if run < block_n else 0
+        for i in range(first, end):
+            begin, last, odd = i * block_n, (i + 1) * block_n, i % 2
+            block, top = tile.block + odd * VECTOR, tile.block + (1 - odd) * VECTOR
+            if i == first and ready != SCORED:
+                own.list_both(tile, k, v, 0, begin, last, 0)
                 stage.fill(block, 1, MINUS_INF)
-                q = tile.q + i_h * args.q_tile
-                score_block(tile, q, first, last, begin, i_h, k_rows + own, k_rows + later)
-                stage.online_softmax(s, vectors, block, stats, args.scale_log2)
-                weigh_block(tile, first, last, begin, vectors, i_h)
-                o, sums, pairs = stats + 2 * VECTOR, block + 2 * VECTOR, (end - begin) // 2
-                more, p = further(args, V_BATCH, V_AHEAD), tile.p
-                stage.accumulate_codes(v_rows + own, p, o, block, sums, pairs, v_rows + later, more)
-                ready = 2 - slot
-        return ready
+                own.score_block(tile, q, begin, last, begin, 0, tile.k_rows, tile.v_rows, block)
+            stage.online_softmax(s, vectors, block, state, args.scale_log2)
+            own.weigh_block(tile, begin, last, begin, vectors, 0)
+            if i + 1 < ahead:
+                stage.fill(top, 1, MINUS_INF)
+                if KEY_SCALES:
+                    own.copy_entries(tile, K_SCALE, K_TOKENS, scales, last, last + block_n, 0, 1)
+                if RUN > 0:
+                    for n in range(block_n // run):
+                        own.fold(tile, q, q + n * q_step, last + n * run, 0)
+                values, keys = (v + begin * v_step, v_step, p, o, block, sums), (k + last * k_step, k_step)
+                scores, change = (s, top, scales), (args.score_factor, args.score_cap)
+                stage.weigh_and_score(*values, *keys, q, q_step, *scores, block_n // TURN, *change)
+            else:
+                own.list_both(tile, k, v, 0, begin, last, 0)
+                stage.accumulate_codes(tile.v_rows, p, o, block, sums, block_n // 2, tile.v_rows, 0)
 
-    return attend_split
+    return attend_row

@@ -20,6 +20,7 @@ from llvmlite import ir
 
 from polyflash.backends.cpu.address_lists import PREFETCH_LEVEL
 from polyflash.backends.cpu.decode_codes_integers import MIDDLES, ROUNDED, Integers
+from polyflash.backends.cpu.decode_turns import MEMORY_PAGE
 from polyflash.backends.cpu.decode_units import sums_of_lanes
 from polyflash.backends.cpu.intrinsics import stage
 from polyflash.backends.cpu.simd import F32, I32, I64, Emitter, Value
@@ -38,26 +39,19 @@ class CodesTile(Integers):
     ) -> None:
         """`scores` of the integers of Q at `q`; `scales` are those of keys, if K has any. Meanwhile what
         lies `further` bytes behind the `later` rows is prefetched."""
-        b, p_limits, tile = e.b, e.pointer(limits), e.pointer(q)
-        planes = e.at(tile, self.key.planes)
-        unit, shift = (e.load(tile, self.key.query_stats + i * e.bytes) for i in range(2))
-        more = e.load(tile, self.key.query_stats + 2 * e.bytes, e.vi)
+        b, p_limits, planes = e.b, e.pointer(limits), e.at(e.pointer(q), self.key.planes)
         lo, width = e.load(p_limits, 0, e.vi), e.load(p_limits, e.bytes, e.vi)
         in_group = ir.Constant(e.vi, [lane // self.rows for lane in range(self.lanes)])
         first = b.add(e.splat(b.trunc(key, I32)), in_group)
-        change = self._change(e, factor, cap)
+        score = self._score(e, e.pointer(q), factor, cap)
         together = 4 // self.keys if self.key.by_fours else 1  # vectors of scores
         sums_of = self._sums_by_fours if self.key.by_fours else self._sums_by_key(e)
 
         def group(i: Value, values: list[Value]) -> list[Value]:
             p_rows, p_s, largest, at, p_later, p_scales = values
             for j, sums in enumerate(sums_of(e, p_rows, (p_later, further), planes)):
-                x = b.fmul(b.sitofp(b.sub(sums, more), e.vf), unit)
-                if self.key.k.scale.channels == 0:
-                    x = b.fmul(x, self._of_keys(e, e.at(p_scales, j * self.keys * 4), 0, 1))
-                if self.key.k.shift is not None:
-                    x = b.fadd(x, shift)
-                x = e.apply_mask(change(x), b.sub(at, lo), width)
+                x = score(sums, e.at(p_scales, j * self.keys * 4))
+                x = e.apply_mask(x, b.sub(at, lo), width)
                 e.store(x, p_s, j * e.bytes)
                 largest, at = e.maximum(x, largest), b.add(at, e.ints(self.keys))
             keys = together * self.keys
@@ -70,6 +64,20 @@ class CodesTile(Integers):
         start = [e.pointer(k_rows), e.pointer(s), e.load(p_top), first, e.pointer(later), e.pointer(scales)]
         e.store(e.loop(b.udiv(groups, I64(together)), start, group)[2], p_top)
 
+    def _score(self, e: Emitter, tile: Value, factor: Value, cap: Value) -> Callable[[Value, Value], Value]:
+        """Make what gives scores of the integers of a vector and of the scales of its keys."""
+        b, key, change = e.b, self.key, self._change(e, factor, cap)
+        unit, shift = (e.load(tile, key.query_stats + i * e.bytes) for i in range(2))
+        more = e.load(tile, key.query_stats + 2 * e.bytes, e.vi)
+
+        def score(sums: Value, p_scales: Value) -> Value:
+            x = b.fmul(b.sitofp(b.sub(sums, more), e.vf), unit)
+            if key.k.scale.channels == 0:
+                x = b.fmul(x, self._of_keys(e, p_scales))
+            return change(b.fadd(x, shift) if key.k.shift is not None else x)
+
+        return score
+
     def _sums_by_key(self, e: Emitter) -> Callable[..., list[Value]]:
         """Make what gives the integers of a vector of scores, key by key."""
         p_sums = e.b.alloca(e.vi, size=self.lanes) if self.rows == 1 else None
@@ -81,11 +89,13 @@ class CodesTile(Integers):
                 places = (p_rows, 8), (p_later, 8), (p_sums, e.bytes)
                 with e.walk(self.keys, *places, rolled=True) as (*listed, p_sum):
                     row, next_row = (e.pointer(e.load(x, 0, I64)) for x in listed)
-                    e.store(self._products(e, row, e.at(next_row, further), planes)[0], p_sum)
+                    self._ask(e, e.at(next_row, further), self.key.k, self.key.head_dim)
+                    e.store(self._products(e, row, planes)[0], p_sum)
                 sums = [e.load(p_sums, n * e.bytes, e.vi) for n in range(self.lanes)]
             for j in range(self.keys if self.rows > 1 else 0):
                 row, next_row = (e.pointer(e.load(p, 8 * j, I64)) for p in (p_rows, p_later))
-                sums += self._products(e, row, e.at(next_row, further), planes)
+                self._ask(e, e.at(next_row, further), self.key.k, self.key.head_dim)
+                sums += self._products(e, row, planes)
             return [sums_of_lanes(e, sums)]
 
         return sums_of
@@ -138,17 +148,22 @@ class CodesTile(Integers):
         x = e.load(p, 0, ir.VectorType(F32, self.keys * groups))
         return e.shuffle(x, x, [lane // self.rows * groups + group for lane in range(self.lanes)])
 
-    def _products(self, e: Emitter, row: Value, later: Value, planes: Value) -> list[Value]:
-        """A vector of partial sums of one key for every row of Q."""
+    def _held_integers(self, e: Emitter, planes: Value) -> list[Value]:
+        """Load Q in the order in which `_products` meets it."""
+        vectors = len(self._units_of(self.key.k, self.key.head_dim)) * per_word(self.key.k) * self.rows
+        return [e.load(planes, n * e.bytes, self.words) for n in range(vectors)]
+
+    def _products(self, e: Emitter, row: Value, q: Value | list[Value]) -> list[Value]:
+        """A vector of partial sums of one key for every row of Q, which is an address or held."""
         codes, step = self.key.k, per_word(self.key.k)
-        self._ask(e, later, codes, self.key.head_dim)
         sums: list[Value] = [e.ints(0)] * self.rows
         for u in self._units_of(codes, self.key.head_dim):
             x = self._words(e, row, codes, self.key.head_dim, u)
             for n in range(step):
                 part = self._part(e, x, codes, n)
                 for r in range(self.rows):
-                    y = e.load(planes, ((u * step + n) * self.rows + r) * e.bytes, self.words)
+                    at = (u * step + n) * self.rows + r
+                    y = q[at] if isinstance(q, list) else e.load(q, at * e.bytes, self.words)
                     sums[r] = self._dot(e, sums[r], part, y)
         return sums
 
@@ -241,61 +256,106 @@ class CodesTile(Integers):
     @stage
     def accumulate_codes(self, e: Emitter, v_rows, pairs, o, alpha, sums, count, later, further) -> None:
         """`count` pairs of keys, whose sums are made apart and then added."""
-        columns = [
-            (u, n)
-            for u in self._units_of(self.key.v, self.key.head_dim_v)
-            for n in range(per_word(self.key.v))
-        ]
-        rows = min(self.rows, ROWS_AT_ONCE)
-        many = min(len(columns), max(1, SUMS // (2 * rows)))
-        walks = [(row, at) for row in range(0, self.rows, rows) for at in range(0, len(columns), many)]
+        walks, args = self._walks(), (v_rows, pairs, o, alpha, sums, count, later, further)
         lines = [(j, byte) for j in (0, 1) for byte in self._lines(self.key.v, self.key.head_dim_v)]
-        for n, (row, at) in enumerate(walks):
-            own, some = range(row, row + rows), columns[at : at + many]
-            self._some_columns(
-                e, own, some, (v_rows, pairs, o, alpha, sums, count, later, further), lines[n :: len(walks)]
-            )
+        for n, (own, some) in enumerate(walks):
+            self._some_columns(e, own, some, args, lines[n :: len(walks)])
 
     def _some_columns(
         self, e: Emitter, rows: range, columns: Sequence[tuple[int, int]], args: Any, lines: Any
     ) -> None:
         """One walk over the keys, for some rows and parts of units; of later pairs it prefetches `lines`."""
         v_rows, pairs, o, alpha, sums, count, later, further = args
-        key, groups = self.key, self.key.value_groups
-        units = sorted({u for u, _ in columns})
-
-        places = (v_rows, 16), (pairs, groups * self.rows * 4), (later, 16)
+        places = (v_rows, 16), (pairs, self.key.value_groups * self.rows * 4), (later, 16)
         zeros = [e.ints(0)] * (2 * len(columns) * len(rows))
         with e.walk(count, *places, rolled=True, carried={"acc": zeros}) as walk:
             p_rows, p_weights, p_later = walk
-            words = []
-            for j in (0, 1):
-                row = e.pointer(e.load(p_rows, 8 * j, I64))
-                words.append({u: self._words(e, row, key.v, key.head_dim_v, u) for u in units})
+            both = [e.pointer(e.load(p_rows, 8 * j, I64)) for j in (0, 1)]
             for j, byte in lines:
                 row = e.at(e.pointer(e.load(p_later, 8 * j, I64)), further)
                 e.prefetch(e.at(row, byte), PREFETCH_LEVEL)
-            weights = {}
-            for c, (u, n) in enumerate(columns):
-                parts = [self._part(e, words[j][u], key.v, n) for j in (0, 1)]
-                for half in (0, 1):
-                    y = self._interleaved(e, parts[0], parts[1], half)
-                    for m, r in enumerate(rows):
-                        if (u, r) not in weights:
-                            weights[u, r] = self._weight(e, p_weights, u, r)
-                        at = (c * 2 + half) * len(rows) + m
-                        walk.acc[at] = self._dot(e, walk.acc[at], y, weights[u, r])
-        p_o = e.pointer(o)
+            walk.acc = self._weigh_two(e, both, p_weights, walk.acc, rows, columns)
+        self._add_values(e, walk.acc, o, alpha, sums, rows, columns)
+
+    def _weigh_two(
+        self, e: Emitter, both: list[Value], p_weights: Value, acc: list[Value], rows: range, columns: Any
+    ) -> list[Value]:
+        """Add the values of two keys to the sums."""
+        key, weights = self.key, {}
+        units = sorted({u for u, _ in columns})
+        words = [{u: self._words(e, row, key.v, key.head_dim_v, u) for u in units} for row in both]
+        for c, (u, n) in enumerate(columns):
+            parts = [self._part(e, words[j][u], key.v, n) for j in (0, 1)]
+            for half in (0, 1):
+                y = self._interleaved(e, parts[0], parts[1], half)
+                for m, r in enumerate(rows):
+                    if (u, r) not in weights:
+                        weights[u, r] = self._weight(e, p_weights, u, r)
+                    at = (c * 2 + half) * len(rows) + m
+                    acc[at] = self._dot(e, acc[at], y, weights[u, r])
+        return acc
+
+    def _add_values(
+        self, e: Emitter, acc: list[Value], o: Value, alpha: Value, sums: Value, rows: range, columns: Any
+    ) -> None:
+        """O of a block from the sums of its integers."""
+        key, p_o = self.key, e.pointer(o)
         for m, r in enumerate(rows):
             shrink = e.splat(e.load(e.pointer(alpha), r * 4, F32))
             for c, (u, n) in enumerate(columns):
                 unit, added = (self._of_channels(e, sums, u, r, i) for i in (0, 1))
                 more = self._of_channels(e, sums, u, r, 2 + n % len(MIDDLES[key.v.dtype]))
                 for half in (0, 1):
-                    x = e.b.sub(walk.acc[(c * 2 + half) * len(rows) + m], e.b.bitcast(more, e.vi))
+                    x = e.b.sub(acc[(c * 2 + half) * len(rows) + m], e.b.bitcast(more, e.vi))
                     x = e.fma(e.b.sitofp(x, e.vf), unit, added)
                     place = (u * self.rows + r) * self.parts * e.bytes + (2 * n + half) * e.bytes
                     e.store(e.fma(shrink, e.load(p_o, place), x), p_o, place)
+
+    # V of a block and K of the next by turns
+    @stage
+    def weigh_and_score(
+        self, e: Emitter, v, v_step, p, o, alpha, sums, k, k_step, q, q_step, s, top, w, turns, factor, cap
+    ) -> None:
+        """`accumulate_codes`, and scores of as many keys, for one row that sees them all; by turns of
+        `key.turn` keys whose rows lie `k_step` and `v_step` bytes apart. Q of the next run lies `q_step`
+        bytes on; `w` are scales of K's keys. The loops are short, so that the most loads are under way at
+        once, and no phase is long: the machine's own prefetchers follow both places and are never long at
+        rest. They stop at the end of a page of memory; so a line of each row a page ahead is asked for."""
+        key, b, keys, ((own, columns),) = self.key, e.b, self.key.turn, self._walks()
+        pair, rows = key.value_groups * 4, [(x, b.mul(by, I64(keys))) for x, by in ((v, v_step), (k, k_step))]
+        places = *rows, (p, pair * keys // 2), (s, 4 * keys), (w, 4 * keys)
+        carried = {"acc": [e.ints(0)] * (2 * len(columns)), "top": e.load(e.pointer(top))}
+        p_sums = b.alloca(e.vi, size=keys)
+        with e.walk(turns, *places, carried=carried) as turn:
+            p_v, p_k, p_pairs, p_s, p_scales = turn
+            run = b.udiv(turn.index, I64(max(1, key.run // keys)))
+            tile = e.at(e.pointer(q), b.mul(run, q_step))
+            held = self._held_integers(e, e.at(tile, key.planes))
+            with e.walk(keys, (p_k, k_step), (p_sums, e.bytes), rolled=True) as (row, out):
+                e.prefetch(e.at(row, MEMORY_PAGE), PREFETCH_LEVEL)
+                e.store(self._products(e, row, held)[0], out)
+            both = (p_v, b.mul(v_step, I64(2))), (p_pairs, pair)
+            with e.walk(keys // 2, *both, rolled=True, carried={"acc": turn.acc}) as walk:
+                rows = [walk[0], e.at(walk[0], v_step)]
+                for row in rows:
+                    e.prefetch(e.at(row, MEMORY_PAGE), PREFETCH_LEVEL)
+                walk.acc = self._weigh_two(e, rows, walk[1], walk.acc, own, columns)
+            turn.acc, score = walk.acc, self._score(e, tile, factor, cap)
+            for n in range(0, keys, self.keys):
+                parts = [e.load(p_sums, (n + m) * e.bytes, e.vi) for m in range(self.keys)]
+                x = score(sums_of_lanes(e, parts), e.at(p_scales, 4 * n))
+                e.store(x, p_s, 4 * n)
+                turn.top = e.maximum(x, turn.top)
+        e.store(turn.top, e.pointer(top))
+        self._add_values(e, turn.acc, o, alpha, sums, own, columns)
+
+    def _walks(self) -> list[tuple[range, list[tuple[int, int]]]]:
+        """Rows, and units and parts of V's words, whose sums are made in one walk over the keys."""
+        units, rows = self._units_of(self.key.v, self.key.head_dim_v), min(self.rows, ROWS_AT_ONCE)
+        columns = [(u, n) for u in units for n in range(per_word(self.key.v))]
+        many = min(len(columns), max(1, SUMS // (2 * rows)))
+        firsts = [(row, at) for row in range(0, self.rows, rows) for at in range(0, len(columns), many)]
+        return [(range(row, row + rows), columns[at : at + many]) for row, at in firsts]
 
     def _lane_groups(self, unit: int) -> list[int]:
         """The group of channels of every lane of a sum of a unit."""

@@ -19,6 +19,7 @@ from polyflash.target import Target
 READ = ("int8", "int4")  # codes that become 16-bit integers in registers
 MOST_CHANNELS = 256
 STATS = 3  # vectors behind the planes of Q: scale, sum of shifts, and what the middle of codes adds, of a row
+TURN, TURN_BYTES = 32, 128  # keys, and bytes of a row
 BLOCK_CHANNELS = 32  # of V that share a scale, unless all do: whole 128-bit lanes
 
 
@@ -81,6 +82,19 @@ class CodesKey(DecodeKey):
         """Whether scores are made of four keys at once, whose columns are transposed: of fewer rows the sum
         over a key's lanes costs less."""
         return self.rows >= 4
+
+    @property
+    def run(self) -> int:
+        """Keys that share what is folded into Q; 0: those of a page, or all."""
+        tables = [block.tokens for block in (self.k.scale, self.k.shift) if block and block.channels == 1]
+        return min((n for n in tables if n), default=0)
+
+    @property
+    def turn(self) -> int:
+        """Keys of K, and then of V, that are read by turns; 0: none, as several rows are bound by arithmetic,
+        and rows of K or V in a single line gained nothing."""
+        alone = self.isa == "avx512" and self.rows == 1 and self.k.dtype == self.v.dtype == "int8"
+        return min(self.run or TURN, TURN) if alone and self.row_bytes == (TURN_BYTES, TURN_BYTES) else 0
 
     @property
     def value_groups(self) -> int:

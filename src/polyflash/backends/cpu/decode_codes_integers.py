@@ -105,10 +105,10 @@ class Integers(DecodeTile):
             e.store(b.bitcast(b.xor(b.bitcast(x, e.vi), flip), e.vf), place, first * 4)
 
     @stage
-    def fold_query(self, e: Emitter, q: Value, scale: Value, shift: Value) -> None:
-        """Q of every row as integers, times the scales of channels at `scale`, and its product with the
-        shifts; tables that K has not are not read."""
-        b, key, rows = e.b, self.key, range(self.rows)
+    def fold_query(self, e: Emitter, floats: Value, q: Value, scale: Value, shift: Value) -> None:
+        """At `q` the rows of Q as integers, times the scales of channels at `scale`, and their product with
+        the shifts; tables that K has not are not read."""
+        b, key, rows, source = e.b, self.key, range(self.rows), e.pointer(floats)
         tile, channels = e.pointer(q), range(0, key.query_row // 4, self.lanes)
         own = [ir.Constant(e.vbits, [m % self.rows == r for m in range(self.lanes)]) for r in rows]
 
@@ -119,7 +119,7 @@ class Integers(DecodeTile):
             return e.load(e.pointer(table), first * 4, inside=there)
 
         def scaled(r: int, first: int, factor: Value | None) -> Value:
-            x = e.load(tile, r * key.query_row + first * 4)
+            x = e.load(source, r * key.query_row + first * 4)
             return x if factor is None else b.fmul(x, factor)
 
         tops, totals = [e.ints(0)] * self.rows, [e.floats(0)] * self.rows
