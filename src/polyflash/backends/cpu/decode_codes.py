@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from polyflash.backends.cpu import configs
-from polyflash.backends.cpu.decode_codes_configs import CodesKey
+from polyflash.backends.cpu.decode_codes_configs import TURN_BYTES, CodesKey
 from polyflash.backends.cpu.decode_configs import MOST_HEADS
 from polyflash.backends.cpu.intrinsics import greatest, least, load_i32, namespace, word
 from polyflash.backends.cpu.structs import Blocks
@@ -20,6 +20,7 @@ from polyflash.backends.cpu.words import DECODE, K_BATCH, V_BATCH
 device = Blocks(DECODE).device
 
 SCORED = 3  # of `ready`
+TURNS_FROM = 1 << 25  # bytes of K and V: a cache holds fewer, and from there turns take 7 % longer
 BEYOND = 1 << 40  # more keys than there are
 BYTES_AHEAD = (
     8192  # of K or V behind the next block: of 4 to 32 KiB the best or near it, and of 0 a tenth slower
@@ -118,7 +119,8 @@ def walk(key: CodesKey, stage: Any, list_rows: Any) -> Any:
                 stage.fold_query(q, q, tile.zero, tile.zero)
         turns, turns_end, ahead, run = 0, 0, 0, run_of(block_n)
         even = run % TURN_KEYS == 0 and block_n % run == 0 and RUN % run == 0 and block_n // run <= MOST_HEADS
-        if TURNS and even and heads == 1 and args.page_table == 0:
+        far = args.seqlen_k * args.num_kv_heads * 2 * TURN_BYTES >= TURNS_FROM
+        if TURNS and even and far and heads == 1 and args.page_table == 0:
             turns = (greatest(key_lo, all_lo) + block_n - 1) // block_n
             turns_end = ahead = least(key_hi, all_hi) // block_n
             if key_hi % block_n == 0 and key_hi + block_n <= least(beyond, all_hi):
