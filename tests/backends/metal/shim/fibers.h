@@ -115,6 +115,7 @@ inline int run(int count, std::function<void(int)> what) {
   const int simdgroups = (count + LANES - 1) / LANES;
   arrived.assign(simdgroups, 0);
   arrived_in_all = 0;
+  diverged = false;
   ++group;
   for (Fiber& fiber : fibers) fiber.started = false, fiber.wait = RUNS, fiber.parity = 0;
   for (bool left = true, moved = true; left; ) {
