@@ -93,8 +93,8 @@ def key_of_paged(
 
 def key_of_packed(q: Tensor, k: Any, v: Any, cu_q: Any, cu_k: Any, options: Key) -> Key | None:
     """A key like `key_of`, for packed members on a GPU: q, k, v (total, heads, head_dim), bounds in int32."""
-    kinds = quiet(q, k, v, cu_q, cu_k)
-    if kinds is None or not q.is_cuda or not cu_q.dtype is cu_k.dtype is torch.int32:
+    kinds = quiet(q, k, v, cu_q, cu_k) if q.is_cuda else None
+    if kinds is None or not cu_q.dtype is cu_k.dtype is torch.int32:
         return None
     tensors = q, k, v, cu_q, cu_k
     return kinds, options, *[x.shape for x in tensors], *[x.stride() for x in tensors]

@@ -87,14 +87,10 @@ class Call:
 
     @cached_property
     def join(self) -> Join | None:
-        """How keys of two ranks are put in order, if they are."""
+        """How keys of two ranks are put in order, if they are. Then a rank may wait for the exchange while
+        the other one computes, whose kernels leave no room for its other half: that of the backward pass
+        begins behind the forward pass."""
         return None if self.gathers else joins.join(self.q, self.k, self.team.rank, self.sight)
-
-    @property
-    def pairs(self) -> bool:
-        """Is there a single exchange of keys? Then a rank may wait for it while the other one computes, whose
-        kernels leave no room for its other half: that of the backward pass begins behind the forward pass."""
-        return self.join is not None
 
     @property
     def whole(self) -> bool:
@@ -174,7 +170,7 @@ class Call:
         beside = mark if backward and pieces else None
         with self.team.beside(beside):
             arriving = pieces[0][0]() if pieces else None
-        if mark is not None and not (backward or self.pairs):
+        if mark is not None and not backward and self.join is None:
             mark.record()
         last = backward and not self.whole and any(step.keys.rows for step in self.steps[1:])
 
@@ -367,7 +363,7 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, agreed: Agreed, mark: A
                 continue
             state = state or empty(q, width, kind)
             _join(state[0][:, heads, rows], state[1][:, heads, rows], one, again, call.gathers)
-    if mark is not None and call.pairs:
+    if mark is not None and call.join is not None:
         mark.record()
     out, lse = state or empty(q, width, kind)
     return out.to(q.dtype), lse
