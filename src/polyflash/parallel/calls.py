@@ -289,7 +289,8 @@ def whole_call(part: Part, ranks: Ranks, where: Where, rows: Held | None) -> Cal
     base = _base(args, shards[0], shards[1])
     sight = _sight(args, base, len(lengths[0]))
     at = None if isinstance(base, int) else base
-    return Call(ranks.ring, args, shards[0], shards[1], sight, at, num_q_heads=q.shape[1], forms=part.forms)
+    known: dict[str, Any] = {"num_q_heads": q.shape[1], "forms": part.forms, "alone": q.shape[0] == 1}
+    return Call(ranks.ring, args, shards[0], shards[1], sight, at, **known)
 
 
 def _base(args: Arguments, q: Shards, k: Shards) -> int | Tensor:

@@ -192,7 +192,7 @@ def _of_steps(problem: Problem) -> int:
     for rank in _extremes(problem.q.count):
         rows, keys = (x.held(rank * x.pieces) for x in (problem.q, problem.k))
         others = schedule.steps(problem.q, problem.k, rank, problem.sight)[1:]
-        join = joins.join(problem.q, problem.k, rank, problem.sight)
+        join = joins.join(problem.q, problem.k, rank, problem.sight, problem.batch == 1)
         if join is not None:
             most = max(most, _of_out(problem, rows) + _of_join(problem, join, others[0], (rows, keys)))
             continue

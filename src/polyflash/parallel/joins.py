@@ -5,7 +5,10 @@ order of their positions, and no results are merged: rows of a chunk see all the
 do alone is read where they are, while the others travel.
 
     rank 0, chunks 0 and 3 of 4        own: rows 0 · keys 0                then: rows 3 · keys 0 1 2 3
-    rank 1, chunks 1 and 2                                                 then: rows 1 2 · keys 0 1 2"""
+    rank 1, chunks 1 and 2                                                 then: rows 1 2 · keys 0 1 2
+
+A batch of one takes a single call for both, as packed members (0 · 0) and (3 · 0 1 2 3), with a copy of keys
+0: two calls leave cores idle at the end of each."""
 
 from __future__ import annotations
 
@@ -45,8 +48,9 @@ class Join(NamedTuple):
 
 
 @lru_cache(maxsize=128)
-def join(q: Shards, k: Shards, rank: int, sight: Sight) -> Join | None:
-    """How a rank of two joins keys; None where they are read step by step, many, or none arrive."""
+def join(q: Shards, k: Shards, rank: int, sight: Sight, alone: bool = False) -> Join | None:
+    """How a rank of two joins keys; None where they are read step by step, many, or none arrive. `alone`:
+    there is one batch entry."""
     if k.count != 2 or k.rows > MOST_KEYS:
         return None
     if not sight.joins or sight.left is not None or sight.offsets is None:
@@ -71,7 +75,11 @@ def join(q: Shards, k: Shards, rank: int, sight: Sight) -> Join | None:
         first = int(order[start])
         own = first < len(mine)
         pieces.append(Piece(own, int(start), first - (0 if own else len(mine)), int(end - start)))
-    apart, others = [], []
+    apart: list[Block] = []
+    others: list[Block] = []
+    one = _together(blocks, pieces, len(theirs), sight) if alone and len(q.lengths) == 1 else None
+    if one is not None:
+        pieces, others, blocks = *one, ()
     for block in blocks:
         begin, until = block.k.span
         piece = next((x for x in pieces if x.own and x.at <= begin and until <= x.at + x.rows), None)
@@ -81,7 +89,33 @@ def join(q: Shards, k: Shards, rank: int, sight: Sight) -> Join | None:
             apart.append(block._replace(k=block.k._replace(first=block.k.first + piece.first - piece.at)))
     held = Runs(np.array([0]), np.array([len(mine)]))
     own_step = Step(rank, held, tuple(apart), rank, held)
-    return Join(own_step, tuple(pieces), len(order), tuple(others))
+    return Join(own_step, tuple(pieces), sum(x.rows for x in pieces), tuple(others))
+
+
+def _together(
+    blocks: tuple[Block, ...], pieces: list[Piece], arriving: int, sight: Sight
+) -> tuple[list[Piece], list[Block]] | None:
+    """Blocks of one member as members of a packed call, each with keys of its own; None for a single one,
+    where a row would stand elsewhere, or where keys that arrive would be there twice."""
+    parts = sorted(blocks, key=lambda block: block.q.span)
+    offset = (sight.offsets or (0,))[0]
+    if len(parts) < 2 or any(int(x.q.ends[0]) + offset != int(x.k.ends[0]) for x in parts):
+        return None
+    made: list[Piece] = []
+    firsts: list[int] = []
+    at = 0
+    for block in parts:
+        begin, until = block.k.span
+        firsts.append(at)
+        for x in pieces:
+            start, end = max(x.at, begin), min(x.at + x.rows, until)
+            if start < end:
+                made.append(Piece(x.own, at + start - begin, x.first + start - x.at, end - start))
+        at += until - begin
+    if sum(x.rows for x in made if not x.own) != arriving:
+        return None
+    rows, keys = (Chunk(*map(np.concatenate, zip(*x, strict=True))) for x in zip(*(b[:2] for b in parts)))
+    return made, [Block(rows, keys._replace(first=np.array(firsts)), False)]
 
 
 def _chunk_of(at: np.ndarray, k: Shards) -> Chunk | None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from polyflash.mask import FAR_OFFSET
 from polyflash.parallel import schedule
-from polyflash.parallel.comm import flat
+from polyflash.parallel.comm import flat, in_words
 from polyflash.parallel.joins import Piece
 from polyflash.parallel.schedule import Block, Runs, Shards, Sight
 
@@ -73,7 +73,7 @@ def joined(pieces: Sequence[Piece], own: Tensor, arrived: Tensor, packed: bool) 
     """Own rows and those that arrived, as they travel, in their order."""
     mine = wire(own, packed)
     parts = [(mine if x.own else arrived).narrow(1 + (not packed), x.first, x.rows) for x in pieces]
-    return wire(torch.cat(parts, 1 + (not packed)), packed)
+    return wire(torch.cat(in_words(parts), 1 + (not packed)).view(own.dtype), packed)
 
 
 def lent(x: Tensor, runs: Runs, packed: bool) -> Tensor:

@@ -40,6 +40,7 @@ from polyflash.parallel.works import Work, attend, differentiate, empty, of_head
 from polyflash.routes import saved_hooks
 from polyflash.spec import Arguments
 
+NARROW = "narrow"  # of `Call.known`: has no gradient that this rank sent been more than one part of 16 bits?
 _KEPT_BLOCKS = 256
 
 
@@ -72,6 +73,7 @@ class Call:
     first_head: int = 0  # of the query heads that this rank has, of `num_q_heads`
     num_q_heads: int = 0
     gathers: bool = False
+    alone: bool = False  # is there one batch entry?
     forms: tuple[Rows | None, Rows | None] = (None, None)  # of codes that travel
     known: dict[Any, Any] = field(default_factory=dict, compare=False)  # works of blocks
 
@@ -87,10 +89,17 @@ class Call:
 
     @cached_property
     def join(self) -> Join | None:
-        """How keys of two ranks are put in order, if they are. Then a rank may wait for the exchange while
-        the other one computes, whose kernels leave no room for its other half: that of the backward pass
-        begins behind the forward pass."""
-        return None if self.gathers else joins.join(self.q, self.k, self.team.rank, self.sight)
+        """How keys of two ranks are put in order, if they are."""
+        return self._join(self.team.rank)
+
+    def _join(self, rank: int) -> Join | None:
+        return None if self.gathers else joins.join(self.q, self.k, rank, self.sight, self.alone)
+
+    @cached_property
+    def meets(self) -> bool:
+        """Does one of two ranks wait for the keys of the other before it computes? Then the other does so
+        too: on a GPU its kernels might leave no room for its half of the exchange until they end."""
+        return self.team.size == 2 and not (self._join(0) is self._join(1) is None)
 
     @property
     def whole(self) -> bool:
@@ -105,18 +114,18 @@ class Call:
         once = self.args.sinks is None and sum(len(step.blocks) for step in self.steps) <= 2
         return widened(q).dtype if once else sums_of(q)  # type: ignore[no-any-return]
 
-    def work(self, block: Block, heads: slice) -> Work:
+    def work(self, block: Block, heads: slice, device: torch.device) -> Work:
         """A block as calls take it: the masks as its rows, of these query heads, and its keys see them."""
         key = id(self.args), id(block), heads.start, heads.stop, self.gathers, self.first_head
         found = self.known.get(key)
         if found is None:
             if len(self.known) >= _KEPT_BLOCKS:
                 self.known.clear()
-            made = Work(slice(*block.q.span), slice(*block.k.span), self._placed(block, heads))
+            made = Work(slice(*block.q.span), slice(*block.k.span), self._placed(block, heads, device))
             found = self.known[key] = made, (self.args, block)  # kept, for their ids
         return found[0]  # type: ignore[no-any-return]
 
-    def _placed(self, block: Block, heads: slice) -> Arguments:
+    def _placed(self, block: Block, heads: slice, device: torch.device) -> Arguments:
         args = of_heads(self.args, heads)
         positional = args.alibi_slopes is not None
         own: dict[str, Any] = {"need_lse": True, "offset": None, "q_offset": None}
@@ -125,8 +134,8 @@ class Call:
             own |= {"causal": False, "window_left": None, "window_right": None}
         else:
             positional = positional or not (args.causal is args.window_left is args.window_right is None)
-        if args.cu_seqlens_q is not None:
-            own |= places.packed_bounds(block, args.cu_seqlens_q.device)
+        if self.packed or len(block.q.lens) > 1:
+            own |= places.packed_bounds(block, device)
         else:
             rows, seen = block.places
             own |= {name: tile(getattr(args, name), rows, seen) for name in ("mask", "bias")}
@@ -170,18 +179,26 @@ class Call:
         beside = mark if backward and pieces else None
         with self.team.beside(beside):
             arriving = pieces[0][0]() if pieces else None
-        if mark is not None and not backward and self.join is None:
+        if mark is not None and not backward and not self.meets:
             mark.record()
         last = backward and not self.whole and any(step.keys.rows for step in self.steps[1:])
 
+        def arrived(first: bool) -> list[Tensor]:
+            both: list[Tensor] = arriving()  # type: ignore[misc]
+            if beside is not None and first:
+                self.team.join(both)
+            return both
+
         def follow() -> Iterator[Source]:
             nonlocal arriving
+            there: list[Tensor] | None = None
+            if pieces and self.meets and k.device.type != "cpu":
+                there = arrived(True)
             if own is not None and not last:
                 yield own
             for i, (_, source) in enumerate(pieces):
-                both = arriving()  # type: ignore[misc]
-                if beside is not None and i == 0:
-                    self.team.join(both)
+                both = arrived(i == 0) if there is None else there
+                there = None
                 arriving = pieces[i + 1][0]() if i + 1 < len(pieces) else None
                 x = source(both)
                 del both  # else it would be kept while x is used
@@ -255,10 +272,11 @@ class Call:
         return None, [(partial(start, x), partial(source, x)) for x in self.head_groups(k, v)]
 
     def give_back(
-        self, source: Source, grads: Sequence[Sum | None], totals: Sequence[Sum | None]
+        self, source: Source, grads: Sequence[Sum | None], totals: Sequence[Sum | None], narrow: bool
     ) -> Callable[[], None] | None:
         """Hands gradients of keys to their owners; call the result, if there is one, for those that other
-        ranks have for the keys of this one, which it adds to the totals."""
+        ranks have for the keys of this one, which it adds to the totals. `narrow`: they travel as they are,
+        else as float32 sums."""
         pairs = [
             (sent, total, like)
             for sent, total, like in zip(grads, totals, (source.k, source.v), strict=True)
@@ -284,7 +302,8 @@ class Call:
             return None
         if not pairs:
             return None
-        likes, kind = [like for _, _, like in pairs], sums_of(source.k)
+        self.known[NARROW] = self.known.get(NARROW, True) and all(sent.is_narrow for sent, _, _ in pairs)
+        likes, kind = [like for _, _, like in pairs], source.k.dtype if narrow else sums_of(source.k)
         into, rooms = (self._rooms(likes, rows, kind) for rows in (step.lent.rows, step.keys.rows))
         spans = (joins.Piece(False, 0, 0, step.keys.rows),) if source.join is None else source.join.pieces
         for (sent, total, _), room in zip(pairs, rooms, strict=True):
@@ -344,7 +363,7 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, agreed: Agreed, mark: A
         heads = slice(source.heads[0] * group, source.heads[1] * group)
         begun = [] if call.gathers else begun
         for block in source.blocks:
-            work = call.work(block, heads)
+            work = call.work(block, heads, q.device)
             rows, keys = work.rows, work.keys
             of_q, of_k, of_v = q[:, heads, rows], source.k[:, :, keys], source.v[:, :, keys]
             again = any(start < rows.stop and rows.start < end for start, end in begun)
@@ -363,7 +382,7 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, agreed: Agreed, mark: A
                 continue
             state = state or empty(q, width, kind)
             _join(state[0][:, heads, rows], state[1][:, heads, rows], one, again, call.gathers)
-    if mark is not None and call.join is not None:
+    if mark is not None and call.meets:
         mark.record()
     out, lse = state or empty(q, width, kind)
     return out.to(q.dtype), lse
@@ -393,13 +412,14 @@ def backward(
     are the shares of these rows: their sum over ranks is the gradient."""
     q, k, v = qkv
     group, bias, sinks = q.shape[1] // max(1, k.shape[1]), call.args.bias, call.args.sinks
-    sources = call.sources(k, v, "ran the backward pass", agreed, mark, backward=True)
     likes = [x if need else None for x, need in zip((q, k, v), needs[:3], strict=True)]
     made = [None if x is None or not call.gathers else torch.empty_like(x) for x in likes]
     dbias = torch.zeros_like(bias, dtype=sums_of(bias)) if bias is not None and needs[3] else None
     arriving: Callable[[], None] | None = None
     most = MOST_PARTS if call.team.size == 2 else 0  # of many ranks parts would take more than their sum
     totals = [None if x is None else Sum(x, most) for x in likes]
+    told: list[Any] = []  # what the ranks have agreed on
+    sources = call.sources(k, v, "ran the backward pass", lambda: told.append(agreed()), mark, backward=True)
     for source in sources:
         heads = slice(source.heads[0] * group, source.heads[1] * group)
         if call.gathers:  # these heads are done with this source
@@ -422,7 +442,8 @@ def backward(
             totals[0].finish()
         if arriving is not None:
             arriving = arriving()
-        arriving = call.give_back(source, of_keys, totals[1:])
+        narrow = bool(told and told[0]) and all(told[0][0])
+        arriving = call.give_back(source, of_keys, totals[1:], narrow)
         del source, of_keys  # else they would be kept while the next keys come
     if arriving is not None:
         arriving()
@@ -442,7 +463,7 @@ def _of_block(
     needs: tuple[bool, ...],
 ) -> tuple[Any, ...]:
     """Gradients of one block, of which q has the rows and `source` the keys."""
-    work = call.work(block, heads)
+    work = call.work(block, heads, q.device)
     dout, dlse, out, lse = (None if x is None else x[:, heads, work.rows] for x in given)
     operands = [dout, q[:, heads, work.rows], source.k[:, :, work.keys], source.v[:, :, work.keys], out]
     dout, of_q, of_k, of_v, out = map(widened, operands)
@@ -484,6 +505,7 @@ class Attention(torch.autograd.Function):
         if number:
             asked = sum(1 << i for i, need in enumerate(needs) if need)
             said = {"function": KINDS.index("backward"), "number of the call": number, "gradients": asked}
+            said["rows of q"] = int(call.known.get(NARROW, False))
             agreed = begin(call.team, words_of(said))
         if not (bias is sinks is None):
             call = replace(call, args=call.args._replace(bias=bias, sinks=sinks))

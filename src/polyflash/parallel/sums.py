@@ -11,6 +11,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from polyflash.parallel.comm import in_words
 from polyflash.parallel.schedule import Span
 
 MOST_PARTS = 3
@@ -59,6 +60,17 @@ class Sum:
                 place = into[:, h0 - head : h1 - head, r0 - row : r1 - row]
                 _add(found, place, bool(parts) and parts[0][0] is into)
 
+    @property
+    def is_narrow(self) -> bool:
+        """Does no element have two parts, and none one of a wider dtype than what this is like?"""
+        parts = self._parts
+        alike = self._total is None and all(x.dtype is self._like.dtype for x, _, _ in parts)
+        return alike and not any(
+            _meet(h, other_h) and _meet(r, other_r)
+            for i, (_, h, r) in enumerate(parts)
+            for _, other_h, other_r in parts[:i]
+        )
+
     def finish(self) -> None:
         """Writes the whole sum into what it is like, and keeps no part."""
         self.read(self._like)
@@ -95,8 +107,12 @@ def _cuts(span: Span, others: Sequence[Span]) -> list[int]:
 def _add(parts: list[Tensor], into: Tensor, inside: bool) -> None:
     """Their sum, rounded where it is written; `inside`: that is where the first of them is."""
     if len(parts) < 2 or into.element_size() > 2:
-        if not inside:
-            into.copy_(parts[0]) if parts else into.zero_()
+        if not parts:
+            into.zero_()
+        elif not inside:
+            alike = parts[0].dtype is into.dtype
+            place, part = in_words([into, parts[0]]) if alike else (into, parts[0])
+            place.copy_(part)
         for x in parts[1:]:
             into += x
         return
