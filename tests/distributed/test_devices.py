@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from polyflash import parallel
-from polyflash.parallel import calls, cost, ring, works
+from polyflash.parallel import calls, cost, exchange, ring, works
 from polyflash.parallel.comm import Team, flat
 from polyflash.parallel.schedule import Shards
 
@@ -144,7 +144,7 @@ def test_both_passes_hold_what_the_plan_says(
     monkeypatch.setattr(ring, "differentiate", differentiate)
     monkeypatch.setattr(ring, "merge_into", lambda *given: None)
     monkeypatch.setattr(calls, "bounded", lambda bounds: members)
-    for of in (ring, cost):
+    for of in (exchange, cost):
         monkeypatch.setattr(of, "GATHERED_BYTES", 2 * 16 * ROWS * 128 * 4)
     bounds = torch.empty(len(members) + 1, dtype=torch.int32, device="meta")
     cu = {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds} if packed else {}

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import polyflash
 from polyflash import Mask, SpecError, UnsupportedError, parallel
-from polyflash.parallel import calls, ring
+from polyflash.parallel import calls, exchange, ring
 from polyflash.reference import attention_reference
 from tests.distributed import cases
 from tests.distributed.cases import Case
@@ -136,7 +136,8 @@ def test_errors_are_those_of_one_device(ranks: int, method: str):
 def test_kernels_that_keep_16_bits_hand_over_sums(method: str, monkeypatch: pytest.MonkeyPatch):
     """As on GPUs, where operands are not widened: gradients are those of one device, outputs rounded once a
     step."""
-    monkeypatch.setattr(ring, "widened", lambda x: x)
+    for of in (ring, exchange):
+        monkeypatch.setattr(of, "widened", lambda x: x)
     whole = whole_of(512, torch.bfloat16, heads=4)
     how: dict[str, Any] = {"method": method, "causal": True}
     results, _ = simulate(4, lambda g: [parallel.restore(x, group=g) for x in trained(g, whole, **how)])
@@ -210,7 +211,7 @@ def test_rows_that_see_nan_are_nan_and_no_others():
 
 def test_heads_are_gathered_in_turn(monkeypatch: pytest.MonkeyPatch):
     """With room for the keys of one head at a time, results are the same."""
-    monkeypatch.setattr(ring, "GATHERED_BYTES", 1)
+    monkeypatch.setattr(exchange, "GATHERED_BYTES", 1)
     for mask in ("sinks", "dense", "alibi"):
         checked(Case(mask, "all_gather", "zigzag", (6, 3), torch.float32, 23, 23), 3)
 

@@ -19,6 +19,7 @@ from polyflash.parallel import ulysses
 from polyflash.parallel.coded import Rows, as_rows, values_of
 from polyflash.parallel.comm import Team
 from polyflash.parallel.cost import RATES, Problem, chosen
+from polyflash.parallel.exchange import Call
 from polyflash.parallel.handshake import (
     KINDS,
     METHODS,
@@ -30,7 +31,7 @@ from polyflash.parallel.handshake import (
     said_of,
     words_of,
 )
-from polyflash.parallel.ring import Attention, Call
+from polyflash.parallel.ring import Attention
 from polyflash.parallel.schedule import ORDERS, Lists, Segments, Shards, Sight, lengths_of
 from polyflash.parallel.works import of_heads
 from polyflash.quant import codec

@@ -25,6 +25,7 @@ from polyflash.parallel.schedule import Block, Chunk, Runs, Shards, Sight, Step
 MOST_PIECES = 16  # that are put in order, run by run
 # Of both ranks. More keys are worth hiding behind own ones while they travel, and results are merged.
 MOST_KEYS = 1 << 16
+FEW_ARRIVE = 3  # own keys for each that arrives, so that joined ones are kept for the backward pass
 
 
 class Piece(NamedTuple):
@@ -45,6 +46,12 @@ class Join(NamedTuple):
     pieces: tuple[Piece, ...]
     keys: int
     blocks: tuple[Block, ...]
+
+    @property
+    def mine(self) -> slice | None:
+        """Where own keys are among joined ones, if they follow one another there."""
+        first, *more = (x for x in self.pieces if x.own)
+        return None if more else slice(first.at, first.at + first.rows)
 
 
 @lru_cache(maxsize=128)
@@ -114,7 +121,8 @@ def _together(
         at += until - begin
     if sum(x.rows for x in made if not x.own) != arriving:
         return None
-    rows, keys = (Chunk(*map(np.concatenate, zip(*x, strict=True))) for x in zip(*(b[:2] for b in parts)))
+    sides = [block.q for block in parts], [block.k for block in parts]
+    rows, keys = (Chunk(*map(np.concatenate, zip(*side, strict=True))) for side in sides)
     return made, [Block(rows, keys._replace(first=np.array(firsts)), False)]
 
 

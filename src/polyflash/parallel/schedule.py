@@ -27,6 +27,8 @@ ORDERS = ("zigzag", "contiguous")
 Span = tuple[int, int]  # [start, end)
 _NONE: Span = (0, 0)
 MOST_WORK = 1.02  # of the busiest rank beside the mean, where packed members are dealt
+ONE_MORE = 0.99  # of it, for which one more member may be cut
+TILE = 128  # keys that a kernel takes at a time
 TWO_PARTS = 8, 9, 7, 10, 6, 11, 5, 12, 4, 13, 3, 14, 2  # sixteenths of a member that one of two ranks has
 
 
@@ -157,27 +159,50 @@ def _cuts(lengths: tuple[int, ...], count: int, order: str) -> np.ndarray:
     even: np.ndarray = np.arange(n + 1)[:, None] * sizes // n
     if n == count or np.count_nonzero(sizes) < 2:
         return even
-    by_length, best, least = np.argsort(-sizes, kind="stable"), even, np.inf
-    for given, cut in _tries(even, int(by_length[0]), count):
+    by_length, best, least, halves = np.argsort(-sizes, kind="stable"), even, np.inf, even
+    longest = int(by_length[0])
+    for given, cut in _tries(even, longest, count):
         cuts, busiest = _dealt(given, by_length, cut, count)
         if busiest < least:
-            best, least = cuts, busiest
+            best, least, halves = cuts, busiest, given
         if least <= MOST_WORK * (sizes.astype(np.float64) ** 2).sum() / count:
             break
+    for given in _finer(halves, longest) if halves is not even else ():
+        cuts, busiest = _dealt(given, by_length, 1, count)
+        if busiest < (least if _times_cut(cuts) <= _times_cut(best) else ONE_MORE * least):
+            best, least = cuts, busiest
     return best
+
+
+def _times_cut(cuts: np.ndarray) -> int:
+    """Members that several chunks have rows of."""
+    return int(((np.diff(cuts, axis=0) > 0).sum(0) > 1).sum())
 
 
 def _tries(even: np.ndarray, longest: int, count: int) -> Iterator[tuple[np.ndarray, int]]:
     """Chunks of the longest members, and how many of these are cut: none; of two ranks the longest one, its
     first rows going to one of them and all others to the other; 1, 2, 4, ... of them, into even chunks."""
     yield even, 0
+    rows = int(even[-1, longest])
     for share in TWO_PARTS if count == 2 else ():
-        parts, rows = even.copy(), even[-1, longest]
-        parts[1:, longest] = first, *_ = rows * share // 16, rows, rows, rows
-        if 2 * max(first, rows - first) <= even[-1].sum():  # no more than a rank holds
-            yield parts, 1
+        yield from ((parts, 1) for parts in _two_parts(even, longest, rows * share // 16))
     members = even.shape[1]
     yield from ((even, cut) for cut in (*(1 << i for i in range(members.bit_length())), members))
+
+
+def _two_parts(even: np.ndarray, longest: int, first: int) -> list[np.ndarray]:
+    """Chunks of which the longest member's are so many rows of it, and all others, if a rank can hold such."""
+    parts, rows = even.copy(), even[-1, longest]
+    parts[1:, longest] = first, rows, rows, rows
+    return [parts] if 2 * max(first, rows - first) <= even[-1].sum() else []
+
+
+def _finer(parts: np.ndarray, longest: int) -> Iterator[np.ndarray]:
+    """The same with a little more or less in the first part, in whole tiles of keys."""
+    first, rows = (int(parts[i, longest]) for i in (1, -1))
+    for turn in (-1, 1, -2, 2, -3, 3, -4, 4):
+        if 0 < (near := first + turn * max(TILE, rows // (64 * TILE) * TILE)) < rows:
+            yield from _two_parts(parts, longest, near)
 
 
 def _dealt(given: np.ndarray, by_length: np.ndarray, cut: int, count: int) -> tuple[np.ndarray, float]:
