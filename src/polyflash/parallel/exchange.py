@@ -85,6 +85,10 @@ class Call:
         too: on a GPU its kernels might leave no room for its half of the exchange until they end."""
         return self.team.size == 2 and not (self._join(0) is self._join(1) is None)
 
+    def waits(self, k: Tensor) -> bool:
+        """Is nothing computed before keys are exchanged?"""
+        return self.meets and k.device.type != "cpu"
+
     @cached_property
     def keeps(self) -> bool:
         """Do joined keys, of few that arrive, stay for the backward pass instead of own ones? It takes no
@@ -191,7 +195,7 @@ class Call:
         def follow() -> Iterator[Source]:
             nonlocal arriving
             early: list[Tensor] | None = None
-            if pieces and self.meets and k.device.type != "cpu":
+            if pieces and self.waits(k):
                 early = arrived(True)
             if own is not None and not last:
                 yield own
