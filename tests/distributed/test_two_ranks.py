@@ -1,0 +1,178 @@
+"""Two ranks put keys in order: their calls, what they send in either pass, and when they wait for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import polyflash
+from polyflash import parallel, torch_ops
+from polyflash.parallel import calls, exchange, ring, schedule, works
+from polyflash.parallel.comm import flat, in_words
+from polyflash.parallel.schedule import Shards
+from polyflash.spec import Phase
+from tests.distributed.simulated import simulate
+from tests.distributed.test_devices import Mute
+
+SHORT = (64, 32, 32, *(8,) * 8, *(2,) * 32)  # of 256 rows: the longest is cut, and few keys go one way
+LONG = tuple(16 * n for n in (2, 8, 1, 4, 16, 3, 2, 1, 12, 4, 2, 6, 1, 2))
+
+
+def tensors(shape: tuple[int, ...], kind: torch.dtype = torch.float32) -> list[Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    return [torch.randn(shape, generator=draw).to(kind) for _ in range(4)]
+
+
+def both_passes(call: Any, leaves: list[Tensor], dout: Tensor) -> list[Tensor]:
+    leaves = [x.clone().requires_grad_() for x in leaves]
+    out = call(*leaves)
+    out.backward(dout)
+    return [out.detach(), *(x.grad for x in leaves)]  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("batch, expected", [(1, 2), (2, 3)])
+def test_a_rank_takes_one_call_for_both_chunks(batch: int, expected: int):
+    """Of one batch entry: its rows are packed members then; results are those of two calls."""
+    whole = tensors((batch, 2, 67, 16))
+    how: dict[str, Any] = {"method": "ring", "causal": True, "backend": "torch"}
+
+    def body(group: Any) -> list[Tensor]:
+        *qkv, dout = (parallel.split(x, group=group) for x in whole)
+        found = both_passes(lambda *x: parallel.attention(*x, group=group, **how), qkv, dout)
+        return [parallel.restore(x, group=group) for x in found]
+
+    before = polyflash.counters()["calls"]
+    results, _ = simulate(2, body)
+    ran = {row: n - before.get(row, 0) for row, n in polyflash.counters()["calls"].items()}
+    assert (ran["torch/forward"], ran["torch/backward"]) == (expected, expected)
+    near = both_passes(lambda *x: polyflash.attention(*x, causal=True), whole[:3], whole[3])
+    for got, want in zip(results[0], near, strict=True):
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+
+
+def packed(group: Any, whole: list[Tensor], bounds: Tensor, times: int = 1) -> list[Tensor]:
+    cut: dict[str, Any] = {"group": group, "dim": 0, "cu_seqlens": bounds}
+    *qkv, dout = (parallel.split(x, **cut) for x in whole)
+    how: dict[str, Any] = {"group": group, "method": "ring", "causal": True}
+    for _ in range(times):
+        found = both_passes(lambda *x: parallel.attention_varlen(*x, bounds, bounds, **how), qkv, dout)
+    return [parallel.restore(x, **cut) for x in found]
+
+
+@pytest.mark.parametrize("few", [3, 1 << 20])
+def test_few_keys_that_arrive_stay_for_the_backward_pass(few: int, monkeypatch: pytest.MonkeyPatch):
+    """Their gradients return, they do not come again; else they do."""
+    monkeypatch.setattr(exchange.joins, "FEW_ARRIVE", few)
+    whole, bounds = tensors((256, 2, 16)), torch.tensor([0, *SHORT]).cumsum(0).int()
+    results, groups = simulate(2, lambda group: packed(group, whole, bounds))
+    said = [what for _, _, what, _ in groups[0].wires.log if "step" in what or "returned" in what]
+    again = [] if few == 3 else ["ran the backward pass, step 1"]
+    assert list(dict.fromkeys(said)) == ["ran the forward pass, step 1", *again, "returned gradients of keys"]
+    near = both_passes(
+        lambda *x: polyflash.attention_varlen(*x, bounds, bounds, causal=True), whole[:3], whole[3]
+    )
+    for got, want in zip(results[0], near, strict=True):
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_gradients_of_one_part_travel_as_they_are(ranks: int, monkeypatch: pytest.MonkeyPatch):
+    """From the second of calls alike on, where all ranks have such: half the bytes, the same bits. Here
+    kernels round each part, as those of Hopper do."""
+    for of in (ring, exchange):
+        monkeypatch.setattr(of, "widened", lambda x: x)
+    monkeypatch.setattr(
+        works, "launch_of", lambda *given: (torch_ops._route(Phase.BACKWARD, *given, given[3]), given[3])
+    )
+    whole = tensors((1, 2, 256, 16), torch.bfloat16)
+    how: dict[str, Any] = {"method": "ring", "causal": True}
+
+    def body(group: Any) -> list[list[Tensor]]:
+        *qkv, dout = (parallel.split(x, group=group) for x in whole)
+        attend = lambda *x: parallel.attention(*x, group=group, **how)  # noqa: E731
+        return [both_passes(attend, qkv, dout) for _ in range(3)]
+
+    results, groups = simulate(ranks, body)
+    log = groups[0].wires.log
+    for rank, turns in enumerate(results):
+        assert all(torch.equal(a, b) for turn in turns[1:] for a, b in zip(turns[0], turn, strict=True))
+        sent = [n for who, _, what, n in log if who == rank and "returned" in what]
+        each = len(sent) // 3
+        wide, *narrow = (sum(sent[i * each : (i + 1) * each]) for i in range(3))
+        assert narrow == [wide // 2] * 2
+
+
+def test_gradients_of_two_parts_are_summed_before_they_travel():
+    """Here of two calls for the same keys, of which no half is rounded on the way."""
+    made = exchange.Sum(torch.empty(1, 1, 8, 4, dtype=torch.bfloat16))
+    made.add(torch.ones(1, 1, 4, 4, dtype=torch.bfloat16))
+    made.add(torch.ones(1, 1, 4, 4, dtype=torch.bfloat16), 0, 4)
+    assert made.is_narrow
+    made.add(torch.ones(1, 1, 2, 4, dtype=torch.bfloat16), 0, 3)
+    assert not made.is_narrow
+    wide = exchange.Sum(torch.empty(1, 1, 8, 4, dtype=torch.bfloat16))
+    wide.add(torch.ones(1, 1, 8, 4))
+    assert not wide.is_narrow
+
+
+@pytest.mark.parametrize("members", [None, LONG, SHORT])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_on_a_device_keys_are_exchanged_before_anything_is_computed(
+    members: tuple[int, ...] | None, rank: int, monkeypatch: pytest.MonkeyPatch
+):
+    """By the rank that gets none, too: its kernels would leave no room for its half of the exchange."""
+    said: list[str] = []
+
+    class Told(Mute):
+        def exchange(self, sends: Any, receives: Any, what: str) -> Any:
+            wait = super().exchange(sends, receives, what)
+            return lambda: (said.append("waited"), wait())[1]
+
+    def told(name: str, body: Any) -> Any:
+        return lambda *given: (said.append(name), body(*given))[1]
+
+    rows = sum(members or (512,))
+    shards = Shards(members or (rows,), 2)
+    bounds = torch.empty(len(shards.lengths) + 1, dtype=torch.int32, device="meta")
+    monkeypatch.setattr(calls, "bounded", lambda bounds: shards.lengths)
+    monkeypatch.setattr(works, "launch_of", lambda q, k, v, args: (None, args))
+    monkeypatch.setattr(ring, "attend", told("forward", ring.attend))
+    monkeypatch.setattr(ring, "differentiate", told("backward", ring.differentiate))
+    held = shards.held(rank)
+    shape = (held, 2, 64) if members else (1, 2, held, 64)
+    leaves = [torch.empty(shape, device="meta", requires_grad=True) for _ in range(3)]
+    how: dict[str, Any] = {"group": Told(rank, 2), "method": "ring", "causal": True, "handshake": False}
+    if members:
+        out = parallel.attention_varlen(*leaves, bounds, bounds, **how)  # type: ignore[misc]
+    else:
+        out = parallel.attention(*leaves, seqlens=(rows, rows), **how)
+    out.sum().backward()
+    again = [] if members is SHORT else ["waited"]
+    assert said == ["waited", "forward", *again, "backward", "waited"]
+
+
+@pytest.mark.parametrize("members", [SHORT, LONG, tuple(8 * n for n in SHORT)])
+def test_work_of_two_ranks_is_nearly_the_same(members: tuple[int, ...]):
+    """A member's first part takes a few rows more or less than sixteenths of it."""
+    lengths = tuple(64 * n for n in members)
+    shards, sight = Shards(lengths, 2), schedule.Sight(None, 0, (0,) * len(lengths))
+    work = [
+        sum(schedule.pairs_of(step.blocks, sight) for step in schedule.steps(shards, shards, rank, sight))
+        for rank in range(2)
+    ]
+    assert max(work) <= 1.005 * sum(work) / 2
+
+
+def test_words_are_views_where_all_parts_are_made_of_such():
+    whole = torch.randn(2, 6, 16, dtype=torch.float64).bfloat16()
+    parts = [whole[:, 1:3], whole[:, 3:]]
+    words = in_words(parts)
+    assert all(x.dtype is torch.complex128 for x in words)
+    assert torch.equal(torch.cat(words, 1).view(torch.bfloat16), torch.cat(parts, 1))
+    for odd in (whole[:, :, 1:9], whole[:, :, :12], whole.transpose(0, 2), whole.new_empty(0)[0:]):
+        assert in_words([parts[0], odd])[1] is odd
+    ends = whole[:, :2], whole[:, 3:]
+    assert torch.equal(flat(ends), torch.cat([x.flatten() for x in ends]))
