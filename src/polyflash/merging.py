@@ -116,6 +116,18 @@ def merge_into(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -
     torch.addcmul(scaled, other_out, other, out=out)
 
 
+def add_into(into: Tensor, parts: Sequence[Tensor]) -> None:
+    """Writes the sum of one to three parts (batch, heads, rows, channels), made in float32, of which one may
+    be where it is written, all of 16 bits or wider."""
+    if len(parts) > 1 and into.device.type == "cuda" and into.numel() and _has_triton():
+        import_module(_ONE_PASS).add_into(into, parts)
+        return
+    total = parts[0]
+    for x in parts[1:-1]:
+        total = total.to(torch.promote_types(into.dtype, torch.float32)) + x
+    torch.add(total, parts[-1], out=into)
+
+
 @cache
 def _has_triton() -> bool:
     return find_spec("triton") is not None

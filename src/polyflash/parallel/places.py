@@ -73,7 +73,8 @@ def joined(pieces: Sequence[Piece], own: Tensor, arrived: Tensor, packed: bool) 
     """Own rows and those that arrived, as they travel, in their order."""
     mine = wire(own, packed)
     parts = [(mine if x.own else arrived).narrow(1 + (not packed), x.first, x.rows) for x in pieces]
-    return wire(torch.cat(in_words(parts), 1 + (not packed)).view(own.dtype), packed)
+    parts = parts if packed else in_words(parts)
+    return wire(torch.cat(parts, 1 + (not packed)).view(own.dtype), packed)
 
 
 def lent(x: Tensor, runs: Runs, packed: bool) -> Tensor:

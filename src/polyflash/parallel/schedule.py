@@ -191,7 +191,7 @@ def _tries(even: np.ndarray, longest: int, count: int) -> Iterator[tuple[np.ndar
 
 
 def _two_parts(even: np.ndarray, longest: int, first: int) -> list[np.ndarray]:
-    """Chunks of which the longest member's are so many rows of it, and all others, if a rank can hold such."""
+    """Chunks of which the longest member's are so many rows and all others, if a rank can hold such."""
     parts, rows = even.copy(), even[-1, longest]
     parts[1:, longest] = first, rows, rows, rows
     return [parts] if 2 * max(first, rows - first) <= even[-1].sum() else []

@@ -11,6 +11,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from polyflash.merging import add_into
 from polyflash.parallel.comm import in_words
 from polyflash.parallel.schedule import Span
 
@@ -78,8 +79,12 @@ class Sum:
 
     def whole(self) -> Tensor:
         """The sum, of the dtype of what it is like, in the memory of a part that has all heads and rows, if
-        there is one."""
+        there is one; a single part may be most of what lies there."""
         like = self._like
+        if len(self._parts) == 1 and self._parts[0][0].shape == like.shape:
+            only = self._parts[0][0]
+            if only.dtype is like.dtype and only.nbytes * 4 >= only.untyped_storage().nbytes() * 3:
+                return only
         alike = (x for x, _, _ in self._parts if x.shape == like.shape and x.dtype is like.dtype)
         into = next((x for x in alike if x.nbytes == x.untyped_storage().nbytes()), None)
         into = torch.empty_like(like) if into is None else into
@@ -110,13 +115,10 @@ def _add(parts: list[Tensor], into: Tensor, inside: bool) -> None:
         if not parts:
             into.zero_()
         elif not inside:
-            alike = parts[0].dtype is into.dtype
+            alike = parts[0].dtype is into.dtype and into.stride(1) > into.stride(2)
             place, part = in_words([into, parts[0]]) if alike else (into, parts[0])
             place.copy_(part)
         for x in parts[1:]:
             into += x
         return
-    total = parts[0]
-    for x in parts[1:-1]:
-        total = total.to(sums_of(into)) + x
-    torch.add(total, parts[-1], out=into)
+    add_into(into, parts)

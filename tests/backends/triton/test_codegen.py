@@ -243,6 +243,10 @@ def test_states_of_two_dtypes_are_merged_by_a_kernel_that_compiles():
     c = runtime.compiled_in(merge.Tile(D=128, WIDE=128))
     made = script.compile_for(merge.merge_pair, {**tuples, "c": c}, {"num_warps": 4}, parse("cuda:sm90"))
     assert "spills" not in script.faults(script.report(made), parse("cuda:sm90"))
+    for three in (None, other):
+        tuples["t"] = merge.Parts(other, out, other, three)  # type: ignore[assignment]
+        made = script.compile_for(merge.add_parts, {**tuples, "c": c}, {"num_warps": 4}, parse("cuda:sm90"))
+        assert "spills" not in script.faults(script.report(made), parse("cuda:sm90"))
 
 
 @compiles

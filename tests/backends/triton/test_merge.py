@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from polyflash.backends.triton.merge import merge_into
+from polyflash.backends.triton.merge import add_into, merge_into
 from polyflash.merging import merge
 from tests import device
 
@@ -48,3 +48,23 @@ def test_bits_repeat():
         merge_into(*state, outs[1], lses[1])
         states.append(state)
     assert all(torch.equal(x, y) for state in states for x, y in zip(state, states[0], strict=True))
+
+
+@pytest.mark.parametrize("kinds", ["bbb", "fbb", "bb", "bf"])
+@pytest.mark.parametrize("inside", [False, True])
+def test_parts_are_added_up_in_float32_and_rounded_once(kinds: str, inside: bool):
+    """Late rows alone, in two layouts, as the additions of torch would; into one of them too."""
+    draw = torch.Generator().manual_seed(len(kinds))
+    types = {"b": torch.bfloat16, "f": torch.float32}
+    parts = [torch.randn(2, 75, 3, 24, generator=draw).to(types[kind]).transpose(1, 2) for kind in kinds]
+    parts[1] = parts[1].contiguous()
+    total = parts[0].float()
+    for part in parts[1:]:
+        total = total + part.float()
+    parts = [x.to(device.DEVICE) for x in parts]
+    into = parts[1] if inside else torch.full((2, 3, 75, 24), torch.nan, dtype=torch.bfloat16)
+    into = into.to(device.DEVICE)
+    before = into.clone()
+    add_into(into[:, :, 8:], [x[:, :, 8:] for x in parts])
+    assert torch.equal(into[:, :, 8:].cpu(), total[:, :, 8:].to(into.dtype))
+    assert torch.equal(into[:, :, :8].isnan(), before[:, :, :8].isnan())

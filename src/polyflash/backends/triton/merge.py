@@ -6,6 +6,7 @@ in the order of the splits. Partial outputs are float32. A split hands over m an
 rounding is that of the scores: at 10,000 it would be a thousandth of the weights.
 
 Two calls over disjoint keys have nothing but their lse: `merge_into` is `merging.merge_into` in one pass.
+`add_into` adds up gradients of several calls in one.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from polyflash.backends.triton.scores import LN2, LOG2E
 from polyflash.backends.triton.tiles import split_dim
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from polyflash.spec import Arguments
@@ -172,7 +175,7 @@ def merge_pair(t, n, c):
         tl.store(p_out, b_out.to(out.p.dtype.element_ty), mask=m)
 
 
-_pairs = runtime.Kernels()
+_pairs, _sums = runtime.Kernels(), runtime.Kernels()
 
 
 def merge_into(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
@@ -184,6 +187,47 @@ def merge_into(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -
     key, options = (c, runtime.signature(tuple(t))), {"num_warps": 4}
     grid = (batch * heads * n.blocks,)
     _pairs.launch(merge_pair, grid, (t, n, runtime.compiled_in(c)), options, key, out.device)
+
+
+class Parts(NamedTuple):
+    """`t` of `add_parts`: the sum, and its two or three parts."""
+
+    into: View
+    one: View
+    two: View
+    three: View | None = None
+    end: Any = None  # see `runtime.compile`
+
+
+@triton.jit
+def load_part(x, i_b, i_h, o_r, o_d, m):
+    p = x.p + i_b * x.b + i_h * x.h + o_r[:, None] * x.s + o_d[None, :] * x.d
+    return tl.load(p, mask=m, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def add_parts(t, n, c):
+    """One program per block of rows of a head; in float32, rounded once."""
+    i_t, i_bh = tl.program_id(0) % n.blocks, tl.program_id(0) // n.blocks
+    i_h, i_b = tl.cast(i_bh % n.num_heads, tl.int64), tl.cast(i_bh // n.num_heads, tl.int64)
+    o_r, o_d = tl.cast(i_t, tl.int64) * c.ROWS + tl.arange(0, c.ROWS), tl.arange(0, c.WIDE)
+    m = (o_r < n.seqlen)[:, None] & (o_d < c.D)[None, :]
+    b_sum = load_part(t.one, i_b, i_h, o_r, o_d, m) + load_part(t.two, i_b, i_h, o_r, o_d, m)
+    if t.three is not None:
+        b_sum += load_part(t.three, i_b, i_h, o_r, o_d, m)
+    p_into = t.into.p + i_b * t.into.b + i_h * t.into.h + o_r[:, None] * t.into.s + o_d[None, :] * t.into.d
+    tl.store(p_into, b_sum.to(t.into.p.dtype.element_ty), mask=m)
+
+
+def add_into(into: Tensor, parts: Sequence[Tensor]) -> None:
+    """Writes the sum of two or three parts, of which one may be where it is written."""
+    batch, heads, seqlen, head_dim = into.shape
+    t = Parts(*map(view_of, (into, *parts)))
+    c = Tile(D=head_dim, WIDE=triton.next_power_of_2(max(head_dim, 2)))
+    n = Sizes(heads, seqlen, -(-seqlen // c.ROWS))
+    key, options = (c, runtime.signature(tuple(t))), {"num_warps": 4}
+    grid = (batch * heads * n.blocks,)
+    _sums.launch(add_parts, grid, (t, n, runtime.compiled_in(c)), options, key, into.device)
 
 
 @cache
