@@ -176,3 +176,30 @@ def test_words_are_views_where_all_parts_are_made_of_such():
         assert in_words([parts[0], odd])[1] is odd
     ends = whole[:, :2], whole[:, 3:]
     assert torch.equal(flat(ends), torch.cat([x.flatten() for x in ends]))
+
+
+@pytest.mark.parametrize("members", [None, SHORT, LONG])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_results_do_not_depend_on_when_ranks_wait(
+    members: tuple[int, ...] | None, batch: int, monkeypatch: pytest.MonkeyPatch
+):
+    """On a device own keys are put in their places before others have arrived."""
+    rows = sum(members or (67,))
+    bounds = None if members is None else torch.tensor([0, *members]).cumsum(0).int()
+    whole = tensors((rows, 2, 16) if members else (batch, 2, rows, 16))
+
+    def body(group: Any) -> list[Tensor]:
+        if bounds is not None:
+            return packed(group, whole, bounds)
+        *qkv, dout = (parallel.split(x, group=group) for x in whole)
+        how: dict[str, Any] = {"group": group, "method": "ring", "causal": True}
+        return both_passes(lambda *x: parallel.attention(*x, **how), qkv, dout)
+
+    near, _ = simulate(2, body)
+    monkeypatch.setattr(exchange.Call, "waits", lambda call, k: call.meets)
+    found, _ = simulate(2, body)
+    assert all(
+        torch.equal(a, b)
+        for one, other in zip(near, found, strict=True)
+        for a, b in zip(one, other, strict=True)
+    )

@@ -196,7 +196,10 @@ class Call:
             nonlocal arriving
             early: list[Tensor] | None = None
             if pieces and self.waits(k):
-                early = arrived(True)
+                laid: list[Tensor] = []
+                if self.join is not None and not (there or self.packed):
+                    laid = [places.laid(self.join.pieces, x) for x in (k, v)]
+                early = [*arrived(True), *laid]
             if own is not None and not last:
                 yield own
             for i, (_, source) in enumerate(pieces):
@@ -236,9 +239,8 @@ class Call:
             if join is not None:
                 k_all, v_all = joined
                 if not there:
-                    k_all, v_all = (
-                        places.joined(join.pieces, *x, self.packed) for x in ((k, both[0]), (v, both[1]))
-                    )
+                    each = zip((k, v), both[:2], both[2:] or (None, None), strict=True)
+                    k_all, v_all = (places.joined(join.pieces, *x, self.packed) for x in each)
                 return Source(k_all, v_all, join.blocks, heads, steps[t], join)
             own_k, own_v = (places.wire(x, self.packed) for x in both)
             return Source(own_k, own_v, steps[t].blocks, heads, steps[t])
