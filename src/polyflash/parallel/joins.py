@@ -1,14 +1,14 @@
 """Keys of two ranks as one run of each member: rows that see them take one call instead of one per rank.
 
 A ring of two has one exchange. Where order alone hides keys, those that arrive and own ones are put in the
-order of their positions, and no results are merged: rows of a chunk see all their keys at once. What own keys
-do alone is read where they are, while the others travel.
+order of their positions, and no results are merged: rows of a chunk see all their keys at once.
 
     rank 0, chunks 0 and 3 of 4        own: rows 0 · keys 0                then: rows 3 · keys 0 1 2 3
     rank 1, chunks 1 and 2                                                 then: rows 1 2 · keys 0 1 2
 
 A batch of one takes a single call for both, as packed members (0 · 0) and (3 · 0 1 2 3), with a copy of keys
-0: two calls leave cores idle at the end of each."""
+0: two calls leave cores idle at the end of each. On a GPU nothing is computed before the exchange is over: a
+kernel that fills it would hold up this rank's half, and the other one's rows with it."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ from polyflash.parallel import schedule
 from polyflash.parallel.schedule import Block, Chunk, Runs, Shards, Sight, Step
 
 MOST_PIECES = 16  # that are put in order, run by run
-# Of both ranks. More keys are worth hiding behind own ones while they travel, and results are merged.
-MOST_KEYS = 1 << 16
+MOST_KEYS = 1 << 17  # of both ranks: more were not timed, and results are merged
 FEW_ARRIVE = 3  # own keys for each that arrives, so that joined ones are kept for the backward pass
 
 
@@ -49,7 +48,7 @@ class Join(NamedTuple):
 
     @property
     def mine(self) -> slice | None:
-        """Where own keys are among joined ones, if they follow one another there."""
+        """The place of own keys among joined ones, if they follow one another there."""
         first, *more = (x for x in self.pieces if x.own)
         return None if more else slice(first.at, first.at + first.rows)
 
