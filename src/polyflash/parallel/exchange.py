@@ -56,6 +56,7 @@ class Call:
     base: Tensor | None = None
     first_head: int = 0  # of the query heads that this rank has, of `num_q_heads`
     num_q_heads: int = 0
+    num_kv_heads: int = 1
     gathers: bool = False
     alone: bool = False  # is there one batch entry?
     forms: tuple[Rows | None, Rows | None] = (None, None)  # of codes that travel
@@ -91,17 +92,17 @@ class Call:
 
     @cached_property
     def keeps(self) -> bool:
-        """Do joined keys, of few that arrive, stay for the backward pass instead of own ones? It takes no
-        exchange of keys then."""
-        if not self.meets:
-            return False
-        for rank in range(2):
-            arriving, join = schedule.steps(self.q, self.k, rank, self.sight)[1].keys.rows, self._join(rank)
-            if arriving and (
-                join is None or join.mine is None or joins.FEW_ARRIVE * arriving > self.k.held(rank)
-            ):
-                return False
-        return True
+        """Do joined keys stay for the backward pass instead of own ones? It exchanges no keys then."""
+        return self.meets and all(map(self._keeps, range(2)))
+
+    def _keeps(self, rank: int) -> bool:
+        """What a rank would do that need not ask the other one."""
+        arriving, join = schedule.steps(self.q, self.k, rank, self.sight)[1].keys.rows, self._join(rank)
+        if not arriving or join is None or join.mine is None:
+            return not arriving
+        few = joins.FEW_ARRIVE * arriving <= self.k.held(rank)
+        small = join.keys * self.num_kv_heads <= self.q.held(rank) * self.num_q_heads
+        return few or (small and join.keys <= joins.MOST_KEPT)
 
     @property
     def whole(self) -> bool:
