@@ -16,6 +16,8 @@ from polyflash import parallel
 from polyflash.parallel.comm import Team
 
 METHODS = ("ring", "all_gather", "ulysses")
+# Of an arm before it is measured, and measured: a GPU that has rested runs up to 8 % faster for half a second.
+WARM_S, SPAN_S = 0.4, 0.3
 Attend = Callable[..., Any]
 
 
@@ -143,11 +145,28 @@ def seconds(run: Callable[[], Any], device: torch.device, times: int) -> float:
     return ends[0].elapsed_time(ends[1]) / 1e3 / times
 
 
+def heated(run: Callable[[], Any], device: torch.device, times: int) -> float:
+    """Seconds of one run, on every rank at once, of GPUs that have been at it for a while."""
+    if device.type != "cuda":
+        return seconds(run, device, times)
+    took = slowest(seconds(run, device, 1))
+    seconds(run, device, max(1, round(WARM_S / took)))
+    slowest(0.0)
+    return seconds(run, device, max(times, round(SPAN_S / took)))
+
+
 def slowest(found: float) -> float:
     """The largest of all ranks."""
     told = torch.tensor([found], dtype=torch.float64)
     dist.all_reduce(told, op=dist.ReduceOp.MAX)
     return float(told)
+
+
+def _mean(found: float) -> float:
+    """That of all ranks."""
+    told = torch.tensor([found], dtype=torch.float64)
+    dist.all_reduce(told)
+    return float(told) / dist.get_world_size()
 
 
 def _peak(run: Callable[[], None], device: torch.device) -> int:
@@ -164,7 +183,7 @@ def _peak(run: Callable[[], None], device: torch.device) -> int:
 
 
 def rows(name: str, sizes: dict[str, Any], device: torch.device, rounds: int) -> Iterator[dict[str, Any]]:
-    """One row per method; times are medians of `rounds`, arms by turns."""
+    """One row per method; times are medians of `rounds`, arms by turns; one device's the mean of all."""
     own, ranks = Call(sizes, device, False), dist.get_world_size()
     arms: dict[str, Callable[[], None]] = {}
     rows: dict[str, dict[str, Any]] = {}
@@ -187,18 +206,17 @@ def rows(name: str, sizes: dict[str, Any], device: torch.device, rounds: int) ->
         worst = int(slowest(peak))
         rows[method] = {"peak": worst, "formula": plan.working_bytes, "sent": sent}
         yield {"kind": "memory", "name": f"{name} {method}", **rows[method]}
-    if dist.get_rank() == 0:
-        whole = Call(sizes, device, True)
-        arms["one device"] = whole.both(whole.alone())
-    else:
-        arms["one device"] = lambda: None
+    whole = Call(sizes, device, True)  # on every rank: what the others do moves no clock between arms
+    arms["one device"] = whole.both(whole.alone())
     found: dict[str, list[float]] = {arm: [] for arm in arms}
     for turn in range(rounds + 1):
         for arm, run in arms.items():
             slowest(0.0)  # all begin together
-            took = slowest(seconds(run, device, 1 if turn == 0 else sizes.get("times", 2)))
-            if turn:  # the first one compiles
-                found[arm].append(took)
+            if not turn:  # compiles
+                seconds(run, device, 1)
+                continue
+            took = heated(run, device, sizes.get("times", 2))
+            found[arm].append(_mean(took) if arm == "one device" else slowest(took))
     one = statistics.median(found["one device"])
     for method, row in rows.items():
         quiet = statistics.median(found[f"{method}, no handshake"])
