@@ -4,9 +4,9 @@
     python -m benchmarks.parallel --device cpu                         # tries the suite itself
 
 First every method, order and mask in two dtypes beside one GPU and the float64 oracle, all stages side by
-side; then times, each stage for itself, of GPUs that have been busy with the same for a while. A stage is one process per rank, all killed when its time is over;
-what was found by then stands in the file of JSON lines. Returns 1 if a result was wrong or a stage did not
-end. NVLink multicast stays off.
+side; then times, each stage for itself, of GPUs that have been busy with the same for a while. A stage is one
+process per rank, all killed when its time is over; what was found by then stands in the file of JSON lines.
+Returns 1 if a result was wrong or a stage did not end. NVLink multicast stays off.
 """
 
 from __future__ import annotations

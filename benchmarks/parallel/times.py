@@ -16,7 +16,7 @@ from polyflash import parallel
 from polyflash.parallel.comm import Team
 
 METHODS = ("ring", "all_gather", "ulysses")
-# Of an arm before it is measured, and measured: a GPU that has rested runs up to 8 % faster for half a second.
+# Of an arm before it is measured, and measured: a GPU that has rested is up to 8 % faster for half a second.
 WARM_S, SPAN_S = 0.4, 0.3
 Attend = Callable[..., Any]
 

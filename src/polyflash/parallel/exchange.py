@@ -96,7 +96,7 @@ class Call:
         return self.meets and all(map(self._keeps, range(2)))
 
     def _keeps(self, rank: int) -> bool:
-        """The same of one rank: none arrive, few beside own ones, or all are few and as large as q at most."""
+        """The same of one rank: none arrive, few beside own ones, or all are few, as large as q at most."""
         arriving, join = schedule.steps(self.q, self.k, rank, self.sight)[1].keys.rows, self._join(rank)
         if not arriving or join is None or join.mine is None:
             return not arriving
