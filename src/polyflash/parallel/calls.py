@@ -290,8 +290,7 @@ def whole_call(part: Part, ranks: Ranks, where: Where, rows: Held | None) -> Cal
     base = _base(args, shards[0], shards[1])
     sight = _sight(args, base, len(lengths[0]))
     at = None if isinstance(base, int) else base
-    known: dict[str, Any] = {"num_q_heads": q.shape[1], "num_kv_heads": k.shape[1], "forms": part.forms}
-    known["alone"] = q.shape[0] == 1
+    known: dict[str, Any] = {"num_q_heads": q.shape[1], "forms": part.forms, "alone": q.shape[0] == 1}
     return Call(ranks.ring, args, shards[0], shards[1], sight, at, **known)
 
 

@@ -56,7 +56,6 @@ class Call:
     base: Tensor | None = None
     first_head: int = 0  # of the query heads that this rank has, of `num_q_heads`
     num_q_heads: int = 0
-    num_kv_heads: int = 1
     gathers: bool = False
     alone: bool = False  # is there one batch entry?
     forms: tuple[Rows | None, Rows | None] = (None, None)  # of codes that travel
@@ -96,13 +95,10 @@ class Call:
         return self.meets and all(map(self._keeps, range(2)))
 
     def _keeps(self, rank: int) -> bool:
-        """The same of one rank: none arrive, few beside own ones, or all are few, as large as q at most."""
+        """The same of one rank: none arrive, or few beside own ones that follow one another."""
         arriving, join = schedule.steps(self.q, self.k, rank, self.sight)[1].keys.rows, self._join(rank)
-        if not arriving or join is None or join.mine is None:
-            return not arriving
-        few = joins.FEW_ARRIVE * arriving <= self.k.held(rank)
-        small = join.keys * self.num_kv_heads <= self.q.held(rank) * self.num_q_heads
-        return few or (small and join.keys <= joins.MOST_KEPT)
+        few = join is not None and joins.FEW_ARRIVE * arriving <= self.k.held(rank)
+        return not arriving or (few and join is not None and join.mine is not None)
 
     @property
     def whole(self) -> bool:

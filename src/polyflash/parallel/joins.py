@@ -24,9 +24,7 @@ from polyflash.parallel.schedule import Block, Chunk, Runs, Shards, Sight, Step
 
 MOST_PIECES = 16  # that are put in order, run by run
 MOST_KEYS = 1 << 17  # of both ranks: more were not timed, and results are merged
-# Joined keys stay for the backward pass where own ones are so many times those that arrive, or if they are no
-# more than so many and as large as q at most: of more the exchange takes little beside what is computed.
-FEW_ARRIVE, MOST_KEPT = 3, 1 << 16
+FEW_ARRIVE = 3  # own keys for each that arrives, so that joined ones stay for the backward pass
 
 
 class Piece(NamedTuple):
@@ -50,12 +48,9 @@ class Join(NamedTuple):
 
     @property
     def mine(self) -> slice | None:
-        """The place of own keys among joined ones, if they follow one another there; as many, if nothing is
-        read of own ones alone."""
+        """The place of own keys among joined ones, if they follow one another there."""
         first, *more = (x for x in self.pieces if x.own)
-        if more:
-            return None if self.own.blocks else slice(0, self.own.keys.rows)
-        return slice(first.at, first.at + first.rows)
+        return None if more else slice(first.at, first.at + first.rows)
 
 
 @lru_cache(maxsize=128)
