@@ -220,3 +220,43 @@ def test_results_do_not_depend_on_when_ranks_wait(
         for one, other in zip(near, found, strict=True)
         for a, b in zip(one, other, strict=True)
     )
+
+
+@pytest.mark.parametrize("members", [SHORT, LONG])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_backward_pass_is_compared_before_its_first_message(
+    members: tuple[int, ...], rank: int, monkeypatch: pytest.MonkeyPatch
+):
+    """Behind what it computes, where it has keys; once in either case."""
+    said: list[str] = []
+
+    class Told(Mute):
+        def exchange(self, sends: Any, receives: Any, what: str) -> Any:
+            said.append(what)
+            return super().exchange(sends, receives, what)
+
+    def begin(*given: Any) -> Any:
+        said.append("begun")
+        return lambda: said.append("compared")
+
+    shards = Shards(members, 2)
+    bounds = torch.empty(len(members) + 1, dtype=torch.int32, device="meta")
+    monkeypatch.setattr(calls, "bounded", lambda bounds: shards.lengths)
+    held = [shards.held(i) for i in range(2)]
+    monkeypatch.setattr(calls.Ranks, "meet", lambda *given: lambda: [held, held])
+    monkeypatch.setattr(ring, "begin", begin)
+    monkeypatch.setattr(works, "launch_of", lambda q, k, v, args: (None, args))
+    inner = ring.differentiate
+    monkeypatch.setattr(ring, "differentiate", lambda *given: (said.append("computed"), inner(*given))[1])
+    leaves = [torch.empty(shards.held(rank), 2, 64, device="meta", requires_grad=True) for _ in range(3)]
+    team = Told(rank, 2)
+    team.calls = 1  # as a handshake counts them
+    how: dict[str, Any] = {"group": team, "method": "ring", "causal": True}
+    out: Any = parallel.attention_varlen(*leaves, bounds, bounds, **how)
+    out.sum().backward()
+    back = said[said.index("begun") :]
+    if members is SHORT:
+        assert back == ["begun", "computed", "compared", "returned gradients of keys"]
+    else:
+        again = "ran the backward pass, step 1"
+        assert back == ["begun", "compared", again, "computed", "returned gradients of keys"]

@@ -133,6 +133,8 @@ def backward(
             totals[0].finish()
         if arriving is not None:
             arriving = arriving()
+        if not told and (source.step is None or source.step.owner != call.team.rank):
+            told.append(agreed())  # before the first message
         narrow = bool(told and told[0]) and all(told[0][0])
         arriving = call.give_back(source, of_keys, totals[1:], narrow)
         del source, of_keys  # else they would be kept while the next keys come
