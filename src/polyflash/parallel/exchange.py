@@ -170,8 +170,9 @@ class Call:
         self, k: Tensor, v: Tensor, what: str, agreed: Agreed, mark: Any, backward: bool = False
     ) -> Iterator[Source]:
         """The keys that rows of this rank see, the next ones on their way while one is used, the first from
-        when the ranks have `agreed`, for which kept ones do not wait. Own keys of a ring come first; in a backward pass of several steps last,
-        while gradients of a step before are on their way. `mark`: see `Team.beside`."""
+        when the ranks have `agreed`, for which kept ones do not wait. Own keys of a ring come first; in a
+        backward pass of several steps last, while gradients of a step before are on their way. `mark`: see
+        `Team.beside`."""
         there = backward and self.keeps
         own, pieces = self._gathers(k, v, what) if self.gathers else self._fetches(k, v, what, agreed, there)
         if self.gathers or not pieces:
