@@ -191,7 +191,15 @@ def _values(code: Tensor, dtype: str, wide: torch.dtype) -> Tensor:
     halves = torch.stack((code & 15, code >> 4), -1).flatten(-2)
     if dtype == "int4":
         return halves.to(wide) - 8
-    return torch.tensor(TABLES[dtype], dtype=wide, device=code.device)[halves.int()]
+    plain = type(code) is Tensor and not torch.compiler.is_compiling()
+    return (_table if plain else _table.__wrapped__)(dtype, wide, code.device)[halves.int()]
+
+
+@cache
+def _table(dtype: str, wide: torch.dtype, device: torch.device) -> Tensor:
+    """Kept, as a graph that is captured copies nothing from the host."""
+    with torch.inference_mode(False):
+        return torch.tensor(TABLES[dtype], dtype=wide, device=device)
 
 
 def rotate(x: Tensor) -> Tensor:
