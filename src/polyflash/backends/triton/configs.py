@@ -244,7 +244,8 @@ def coded_kind(spec: AttentionSpec, rows: int) -> str:
 def short_coded(config: DecodeConfig, spec: AttentionSpec, target: Target) -> DecodeConfig | None:
     """The config over codes of launches of few blocks; None if they have that of all, as where bits may
     follow no length, or a config was asked for."""
-    tile = tables.CODED_SHORT.get(coded_kind(spec, config.block_m))
+    kind = coded_kind(spec, config.block_m)
+    tile = None if kind == "turned" and spec.head_dim <= 64 else tables.CODED_SHORT.get(kind)
     kept = target.kind != "cuda" or spec.dtype == "float32" or Feature.BATCH_INVARIANT in spec.features
     if tile is None or kept or config != choose_decode(spec, target):
         return None

@@ -362,12 +362,12 @@ CODED: dict[tuple[str, str], tuple[int, int, int, int]] = {
 # other. H100, 1k keys: 0.88 to 0.97 of the time that the tiles above had; turned int8, 4k keys: 0.96.
 CODED_SHORT: dict[str, tuple[int, int, int, int, int]] = {
     "keys": (64, 4, 3, 1, 1),
-    "turned": (64, 4, 2, 8, 2),
+    "turned": (64, 4, 2, 4, 2),
     "turned4": (64, 4, 2, 1, 1),
 }
 # Likewise: programs per core that few walks are cut into, as unpacking takes turns with waiting. H100: int8
 # against 64k keys had 0.81 of the time with 1 that it had with 3, int4 0.81 with 6 of what it had with 3
-CODED_PROGRAMS = {False: 1, True: 6}
+CODED_PROGRAMS = {False: 1, True: 4}
 # What fits anything, largest first, where an architecture has no table: (tile, head dims up to).
 SAFE = (Tile(64, 64, 4, 2), Tile(64, 32, 4, 2), Tile(32, 32, 4, 1), Tile(16, 16, 4, 1))
 SAFE_SHARED_BYTES = 48 * KIB  # what every GPU of the last ten years gives a program
