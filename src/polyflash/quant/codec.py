@@ -9,8 +9,8 @@
 
 The ends of an affine range lie an eighth of a step beyond the outermost codes: no error grows beyond half a
 step, and steps are smaller. All arithmetic is float32, divisions are divisions, rounding is to nearest even.
-A block of zeros, or of one value, has scale 0 and loses nothing. What is not finite makes its block NaN, and so
-does an affine range that is no float32.
+A block of zeros, or of one value, has scale 0 and loses nothing. What is not finite makes its block NaN, and
+so does an affine range that is no float32.
 
 Sources: Liu et al., KIVI (2024): K per channel, V per token; Zhang et al., SageAttention (2024): smoothing;
 Ashkboos et al., QuaRot (2024): rotation."""

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 PRECISIONS = ("ieee", "tf32x3", "bf16x6")
 _LAZY = "sums are scaled only when the maximum has grown by 2^8"
-# Over codes whose products are turned: a merge of more parts takes longer than up to so many blocks each. H100,
-# one request of 4k to 16k keys: 0.82 to 0.97 of the time.
+# Over codes whose products are turned: a merge of more parts takes longer than up to so many blocks each.
+# H100, one request of 4k to 16k keys: 0.84 to 0.95 of the time.
 MOST_PARTS, LEAST_BLOCKS = 32, 8
 THREE_PROGRAMS = 168  # registers of a thread with which a core of NVIDIA runs three programs of 4 warps
 # Each use of these makes a field.
