@@ -354,8 +354,8 @@ CODED: dict[tuple[str, str], tuple[int, int, int, int]] = {
 }
 # likewise -> keys of a block, warps, stages on NVIDIA of launches whose programs, at most so many per core
 # (the last), have at most so many blocks each: the time of one short request is that of its blocks one behind
-# the other. H100, head_dim 128, 1k keys: 0.88 to 0.97 of the time that the tiles above had; turned int8, 1 to 4
-# requests of 1k to 8k keys: 0.92 to 0.97.
+# the other. H100, head_dim 128, 1k keys: 0.88 to 0.97 of the time that the tiles above had; turned int8, 1 to
+# 4 requests of 1k to 8k keys: 0.92 to 0.97.
 CODED_SHORT: dict[str, tuple[int, int, int, int, int]] = {
     "keys": (64, 4, 3, 1, 1),
     "turned": (64, 4, 2, 4, 2),
