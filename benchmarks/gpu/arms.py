@@ -39,6 +39,7 @@ TOKENS, WIDTH = 16384, 2048  # batch·seqlen and heads·head_dim of the table of
 _KEYS = 1 << 21  # most keys of a decode batch: 8.6 GiB of keys and values at 8 heads of 128 in 16 bits
 _PHASES = {BACKWARD: Phase.BACKWARD, **dict.fromkeys((DECODE, GRAPH, STEPS), Phase.DECODE)}
 _EITHER, _GROUPED = (False, True), (32, 8)  # causal or not; query heads over 8 of keys and values
+_OVER_CODES = "steps over codes, 32 heads over 8"
 _FEW_KEYS = (64, 256, 400, 512, 1000, 1024, 2048, 4096)
 _FEW_ROWS = (1, 2, 3, 4, 8, 9, 16, 32, 63, 64, 65, 128, 256, 512)
 KERNELS = "benchmarks.gpu.kernels"
@@ -54,7 +55,7 @@ CODED: dict[str, tuple[str, str, tuple[Scheme | None, Scheme | None], float]] = 
     "fp8-triton": (CODES, "triton", (EIGHTS, EIGHTS), 6.7),
     **{f"kv-{name}": (STEPS, "", NAMED[name], 2.0) for name in ("int8", "int8-channel")},
     "kv-fp8": (STEPS, "", NAMED["fp8"], 6.7),
-    **{f"kv-{name}": (STEPS, "", NAMED[name], 20.0) for name in ("int4-token", "int4")},
+    **{f"kv-{name}": (STEPS, "", NAMED[name], 20.0) for name in ("int4-token", "int4", "mxfp4")},
 }
 PEERS = ("cudnn", "flash", "efficient", "folded", "flex", "tutorial", "flag", "sage")
 DEFAULT = (OURS, *PEERS, *CODED)
@@ -208,7 +209,10 @@ def _steps() -> Iterator[GpuCase]:
         (1, 4096, 4),
     )
     for batch, n, count in sizes:
-        yield GpuCase(STEPS, "steps over codes, 32 heads over 8", 0, "bfloat16", batch, 32, 8, count, n, 128)
+        yield GpuCase(STEPS, _OVER_CODES, 0, "bfloat16", batch, 32, 8, count, n, 128)
+    for dim, batch, n in product((128, 64), (1, 4, 16, 64, 256), (1 << i for i in range(10, 18))):
+        if batch * n <= _KEYS:
+            yield GpuCase(STEPS, _OVER_CODES, 1, "bfloat16", batch, 32, 8, 1, n, dim)
     for group, n, count in product((1, 4, 8), _FEW_KEYS, _FEW_ROWS):
         if count <= n:
             table = f"rows in a CUDA graph, {8 * group} heads over 8"

@@ -387,8 +387,11 @@ class TestSplits:
         assert config.split_size(512, 8192, 132) == 8192 // 2  # 4 programs a core are plenty
         assert config.split_size(4096, 8192, 132) == 8192
         turned = replace(config, block_m=8)
-        assert turned.split_size(8, 2048, 792) == 64  # 32 parts
-        assert turned.split_size(8, 4096, 792) == 128  # and no more of one block
+        assert turned.split_size(8, 2048, 528) == 64  # 32 parts
+        assert turned.split_size(8, 4096, 528) == 128  # and no more of few blocks
+        assert turned.split_size(8, 8192, 528) == 256
+        assert turned.split_size(8, 1 << 15, 528) == turned.split_size(4, 1 << 15, 528) == 512
+        assert turned.split_size(8, 1 << 17, 528) == 2048
         for heads, keys in ((1, 2048), (8, 8192), (4096, 8192), (1, 1 << 20)):
             assert replace(config, fixed_splits=True).split_size(heads, keys, 132) == 256
             assert replace(config, split_keys=UNSPLIT).split_size(heads, keys, 132) == UNSPLIT

@@ -123,6 +123,8 @@ def test_refusals():
         ((q, k.repeat(1, 2, 1, 1), v), "k: "),
         ((q, quantize(k, Scheme()), v), "k: "),
         ((q[:, :0], k, v), "q: "),
+        ((q, k.where(k < 2.5, math.nan), v), r"k: got \d+ values that are not finite"),
+        ((q, k, v.where(v < 2.5, math.inf)), "v: got"),
     ):
         with pytest.raises(SpecError, match=words):
             recommend_scheme(*wrong)

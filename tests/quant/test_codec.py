@@ -131,6 +131,19 @@ def test_what_is_not_finite_stays_in_its_block():
     assert bool(found[0, 0, 1].isnan().all()) and bool(found[0, 0, [0, 2, 3]].isfinite().all())
 
 
+@pytest.mark.parametrize("dtype", ["int4", "int8"])
+def test_a_range_beyond_float32_is_nan_in_its_block(dtype: str):
+    """Steps from the least value to the greatest are then no float32; of symmetric codes they are."""
+    x = values(1, 1, 4, 8)
+    x[0, 0, 1, :2] = torch.tensor([3.2e38, -3.2e38])
+    found = dequantize(quantize(x, Scheme(dtype=dtype, symmetric=False)))
+    assert bool(found[0, 0, 1].isnan().all()) and bool(found[0, 0, [0, 2, 3]].isfinite().all())
+    x[0, 0, 1, 1] = 0.0  # a range within it
+    for symmetric in (True, False):
+        found = dequantize(quantize(x, Scheme(dtype=dtype, symmetric=symmetric)))
+        assert bool(found.isfinite().all()) and float(found[0, 0, 1, 0]) > 2.9e38
+
+
 def test_rotation_is_its_own_inverse_and_keeps_products():
     q, k = values(1, 1, 5, 80), values(1, 1, 7, 80)
     from polyflash.quant.codec import rotate

@@ -188,7 +188,7 @@ def recommend_scheme(
         None; `.reason`.
 
     Raises:
-        SpecError: tensors of other shapes, or empty ones; a bound that is no positive number."""
+        SpecError: tensors of other shapes, empty or not finite; a bound that is no positive number."""
     if not isinstance(error, (int, float)) or not 0 < error < math.inf:
         raise spec_error("error", described(error), "a positive number", "1e-2 is one per cent.")
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -196,6 +196,9 @@ def recommend_scheme(
         if not right or x.shape[0] != q.shape[0] or q.shape[1] % x.shape[1]:
             change = "Pass q, k and v as attention() takes them, before they are quantised."
             raise spec_error(name, described(x), "a float tensor (batch, heads, seqlen, head_dim)", change)
+        if odd := int((~x.isfinite()).sum()):
+            change = "No error can be told of them: pass tensors of a step that has none."
+            raise spec_error(name, f"{odd} values that are not finite", "finite values", change)
     with torch.no_grad():
         outliers = (Outliers(*_outliers(x).amax(1).tolist()) for x in (k, v))
         return _chosen(sample_of(q, k, v, causal, scale), float(error), *outliers)

@@ -9,7 +9,8 @@
 
 The ends of an affine range lie an eighth of a step beyond the outermost codes: no error grows beyond half a
 step, and steps are smaller. All arithmetic is float32, divisions are divisions, rounding is to nearest even.
-A block of zeros, or of one value, has scale 0 and loses nothing. What is not finite makes its block NaN.
+A block of zeros, or of one value, has scale 0 and loses nothing. What is not finite makes its block NaN, and
+so does an affine range that is no float32.
 
 Sources: Liu et al., KIVI (2024): K per channel, V per token; Zhang et al., SageAttention (2024): smoothing;
 Ashkboos et al., QuaRot (2024): rotation."""
@@ -190,7 +191,15 @@ def _values(code: Tensor, dtype: str, wide: torch.dtype) -> Tensor:
     halves = torch.stack((code & 15, code >> 4), -1).flatten(-2)
     if dtype == "int4":
         return halves.to(wide) - 8
-    return torch.tensor(TABLES[dtype], dtype=wide, device=code.device)[halves.int()]
+    plain = type(code) is Tensor and not torch.compiler.is_compiling()
+    return (_table if plain else _table.__wrapped__)(dtype, wide, code.device)[halves.int()]
+
+
+@cache
+def _table(dtype: str, wide: torch.dtype, device: torch.device) -> Tensor:
+    """Kept, as a graph that is captured copies nothing from the host."""
+    with torch.inference_mode(False):
+        return torch.tensor(TABLES[dtype], dtype=wide, device=device)
 
 
 def rotate(x: Tensor) -> Tensor:

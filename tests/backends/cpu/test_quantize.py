@@ -65,6 +65,7 @@ def families(tokens: int, dim: int) -> Tensor:
     x[0, 0, 5], x[1, 0, 6], x[1, 2], x[0, 2, :64] = 0, 1e-30, 3.0, 0
     x[0, 0, 20:24], x[0, 0, 30], x[0, 0, 31] = 6e4, torch.linspace(-8, 8, dim), 1e-40
     x[0, 1, 9, min(2, dim - 1)], x[1, 1, 7, min(3, dim - 1)] = torch.inf, torch.nan
+    x[1, 0, 70, :2] = torch.tensor([3.2e38, -3.2e38])  # a range beyond float32
     x[1, 1, 50], x[1, 1, 60] = -x[1, 1, 50].abs(), torch.tensor(2.0**-20) * (1 - 2.0**-24)
     return x
 

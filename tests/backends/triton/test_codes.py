@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 import polyflash
-from polyflash.backends.triton import codes, configs
+from polyflash.backends.triton import codes, configs, merge
+from polyflash.backends.triton.config_types import DecodeConfig
 from polyflash.quant import NAMED, QuantizedTensor, Scheme, quantize
 from polyflash.reference import attention_reference
 from polyflash.spec import Arguments, Feature, Phase
@@ -117,7 +118,7 @@ def test_blocks_share_the_scales_of_channels():
 
 def test_few_blocks_have_a_tile_of_their_own():
     """Of no call whose bits may follow no length, nor of a config that was asked for."""
-    q, k, v = qkv(1, 64, 64, torch.bfloat16)
+    q, k, v = qkv(1, 64, 128, torch.bfloat16)
     for name, blocks in (("int4", (64, 4, 0)), ("int8", (64, 4, 0))):
         pair = [quantize(x, s) for x, s in zip((k, v), NAMED[name], strict=True)]
         spec = polyflash.explain(q, *pair, backend="triton").spec
@@ -131,9 +132,9 @@ def test_few_blocks_have_a_tile_of_their_own():
         assert configs.short_coded(chosen, invariant, target) is None
 
 
-@pytest.mark.parametrize(("name", "most"), [("int8", 1024), ("int4", 1024), ("int8-channel", 4096)])
+@pytest.mark.parametrize(("name", "most"), [("int8", 1024), ("int4", 1024), ("int8-channel", 8192)])
 def test_few_blocks_are_those_of_one_short_request(name: str, most: int):
-    q, *kv = qkv(1, 64, 64, torch.bfloat16)
+    q, *kv = qkv(1, 64, 128, torch.bfloat16)
     pair = [quantize(x, s) for x, s in zip(kv, NAMED[name], strict=True)]
     spec = polyflash.explain(q, *pair, backend="triton").spec
     target = replace(parse("cuda:sm90"), cores=132)
@@ -141,9 +142,19 @@ def test_few_blocks_are_those_of_one_short_request(name: str, most: int):
     about = {"spec": spec, "target": target, "prepared": None}
     prepared = codes.Prepared(SimpleNamespace(config=configs.choose_decode(spec, target), **about))
     for batch, keys in ((1, 300), (1, most), (1, 2 * most), (8, most), (64, 8192)):
-        q, k = (torch.empty(batch, heads, n, 64, device="meta") for heads, n in ((32, 1), (8, keys)))
+        q, k = (torch.empty(batch, heads, n, 128, device="meta") for heads, n in ((32, 1), (8, keys)))
         assert prepared.is_short(q, k, Arguments()) == (batch * keys <= most)
         assert not prepared.is_short(q, k, Arguments(cu_seqlens_q=torch.zeros(2)))
+    narrow = replace(spec, head_dim=64, head_dim_v=64)
+    config = configs.choose_decode(narrow, target)
+    assert (configs.short_coded(config, narrow, target) is None) == (name != "int8")
+
+
+def test_many_parts_of_turned_codes_are_merged_by_more():
+    turned, plain = DecodeConfig(8, 64, 2, 3, 256), DecodeConfig(16, 64, 2, 3, 256)
+    for config, parts, wanted in ((turned, 16, 16), (turned, 17, 32), (plain, 17, 16)):
+        assert merge.how_of(config, parts, Arguments())[0] == wanted
+        assert merge.how_of(config, parts, Arguments(batch_invariant=True))[0] == 16
 
 
 PRODUCTS = {

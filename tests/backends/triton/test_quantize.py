@@ -44,6 +44,7 @@ def test_bits_of_the_codec(name: str, dim: int):
         pytest.skip("blocks of 32 channels")
     x = (torch.randn(2, 2, 100, dim, generator=generator) * 3 + 1).to(torch.bfloat16)
     x[0, 0, 5], x[1, 0, 6], x[0, 1, 9, 2], x[1, 1, 7, 3] = 0, 1e-30, torch.inf, torch.nan
+    x[1, 0, 70, :2] = torch.tensor([3.2e38, -3.2e38])  # a range beyond float32
     for lens in (None, torch.tensor([60, 100])):
         wanted = codec.encode(x, scheme, lens)
         dead = None if lens is None else ~(torch.arange(100) < lens.view(-1, 1))[:, None, :, None]

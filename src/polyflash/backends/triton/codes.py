@@ -77,23 +77,24 @@ class Prepared(forward.Prepared):
 
     __slots__ = ("short",)
 
-    def __init__(self, launch: Launch) -> None:
+    def __init__(self, launch: Launch, programs: int = 0) -> None:
         super().__init__(launch)
-        self.cores *= tables.CODED_PROGRAMS[scales_channels(launch.spec.codes)]
+        self.cores *= programs or tables.CODED_PROGRAMS[scales_channels(launch.spec.codes)]
         self.short: Launch | None = None  # of few keys
         if config := short_coded(launch.config, launch.spec, launch.target):
             self.short = copy(launch)
-            self.short.config, self.short.prepared = config, None
+            self.short.config = config
+            *_, programs = tables.CODED_SHORT[coded_kind(launch.spec, config.block_m)]
+            self.short.prepared = Prepared(self.short, programs)
 
     def is_short(self, q: Tensor, k: Tensor, args: Arguments) -> bool:
         """Are there so few blocks of keys? See `tables.CODED_SHORT`."""
         if self.short is None or args.cu_seqlens_q is not None:
             return False
-        config = self.short.config
-        *_, most, programs = tables.CODED_SHORT[coded_kind(self.short.spec, config.block_m)]
-        size, parts = splits(config, q, k, args, self.cores)
-        many = q.shape[0] * k.shape[1] * parts > programs * self.target.cores
-        return abs(size) <= most * config.block_n and not many
+        config, cores = self.short.config, self.short.prepared.cores
+        *_, most, _ = tables.CODED_SHORT[coded_kind(self.short.spec, config.block_m)]
+        size, parts = splits(config, q, k, args, cores)
+        return abs(size) <= most * config.block_n and q.shape[0] * k.shape[1] * parts <= cores
 
     def coded(self, q: Tensor, k: Tensor, out: Tensor, args: Arguments, split: bool) -> Ready:
         page_size = 0 if args.page_table is None else k.shape[2]

@@ -39,6 +39,7 @@ from polyflash.backends.triton.places import (
     Blocks,
     Keys,
     Place,
+    find_band,
     find_rows,
     head_offsets,
     load_tile,
@@ -127,7 +128,10 @@ def score_class(CLASS: tl.constexpr, PARTS: tl.constexpr, scores, b_q, b_w, keys
     b_k = decoded(b_w, CLASS, "int4+136" if HIGH else side.CODES, c.PTX)
     b_x = b_q[CLASS]
     b_wide = b_x.to(tl.float32)
-    if side.SCALE == "element":
+    if side.CODES == "mxfp4" and side.SCALE == "element" and c.PARTS == 1 and c.PTX:  # scales: powers of two
+        b_k = rounded_values(b_k, keys, t.k_scale, t.k_shift, CLASS, side, True, rows, place, t, c)
+        b_s = dot(b_x, b_k, b_s, c)
+    elif side.SCALE == "element":
         b_k = values(b_k, keys, t.k_scale, t.k_shift, CLASS, side, True, rows, place, t, c)
         if c.PARTS == 1:  # two parts, as of a scaled q
             b_high, b_low, _ = parts_of(b_k, 2, False)
@@ -359,6 +363,20 @@ def interleaved(sums, c):
 
 
 @triton.jit
+def narrowed(rows, place, t, n, c):
+    """The place with only the keys that its one row sees."""
+    if t.x.row_bounds is None:
+        band = find_band(place, n, c)
+        start = tl.maximum(band.lo, place.start)
+        live = tl.where(place.rows > 0, tl.minimum(band.hi, place.live), 0)
+    else:
+        start = tl.min(tl.where(rows.m_row, rows.o_lo, place.live), 0)
+        live = tl.max(rows.o_hi, 0)
+    x = place
+    return Place(x.i_b, x.i_batch, x.first_q, x.first_k, x.rows, start, live, x.position)
+
+
+@triton.jit
 def attend_codes(t, n, c):
     """One program per tile of rows and split of keys, splits the fastest."""
     i_t, i_s = tl.program_id(0) // n.num_splits, tl.program_id(0) % n.num_splits
@@ -368,17 +386,7 @@ def attend_codes(t, n, c):
     if c.SPLIT:
         blocks = of_split(i_s, blocks, n, c)
     if c.ALONE:  # what no row sees is not loaded
-        start = tl.min(tl.where(rows.m_row, rows.o_lo, place.live), 0)
-        place = Place(
-            place.i_b,
-            place.i_batch,
-            place.first_q,
-            place.first_k,
-            place.rows,
-            start,
-            tl.max(rows.o_hi, 0),
-            place.position,
-        )
+        place = narrowed(rows, place, t, n, c)
     b_q = load_rows(rows, place, t, c)
     m_i, l_i = tl.full([c.BLOCK_M], LOWEST, tl.float32), tl.zeros([c.BLOCK_M], tl.float32)
     acc = turned(tl.zeros([c.BLOCK_M, c.V_WORDS], tl.float32), c)

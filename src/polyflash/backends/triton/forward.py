@@ -32,7 +32,7 @@ from polyflash.backends.gpu.views import (
     view_of,
 )
 from polyflash.backends.triton import fp8_operands, merge, runtime, tiles
-from polyflash.backends.triton.config_types import DecodeConfig, product_of
+from polyflash.backends.triton.config_types import product_of
 from polyflash.backends.triton.constants import Constants, describable, descriptors, entries
 from polyflash.backends.triton.forward_kernel import NO_BOXES, Boxes, Tensors, attend
 from polyflash.quant.scheme import codes_of
@@ -305,7 +305,7 @@ def run(
     part_m = runtime.scratch((2 * num_splits * batch, num_heads, seqlen_q), q.device)
     (call or attend_call)(prepared, q, k, v, parts, part_m, args, split_keys=size, num_splits=num_splits)
     unit = 1.0 if flags_of(q, args).CHANGED else abs(scale_of(q.shape[3], args))
-    how = merge.FEW_ROWS if isinstance(prepared.config, DecodeConfig) else merge.MANY_ROWS
+    how = merge.how_of(prepared.config, num_splits, args)
     merge.merge(prepared.merges, merge.Splits(parts, part_m, num_splits, unit, how), out, rows, args)
     return out, lse
 

@@ -348,26 +348,22 @@ CODED: dict[tuple[str, str], tuple[int, int, int, int]] = {
     ("cuda", "keys"): (128, 4, 3, 0),
     ("cuda", "channels"): (32, 4, 2, 0),
     ("cuda", "turned"): (64, 2, 2, 168),
-    ("cuda", "turned4"): (
-        64,
-        2,
-        3,
-        168,
-    ),  # of 4 bits: 0.93 to 1.01 of 2 stages' time, int8 1.02 to 1.23
+    ("cuda", "turned4"): (64, 2, 3, 168),  # 0.93 to 1.01 of 2 stages' time, int8 1.02 to 1.23
     ("hip", "keys"): (64, 4, 1, 0),
     ("hip", "channels"): (64, 4, 1, 0),
 }
-# likewise -> keys of a block, warps, stages on NVIDIA of launches whose programs have at most so many blocks
-# each and are at most so many per core: the time of one short request is that of its blocks one behind the
-# other. H100, 1k keys: 0.88 to 0.97 of the time that the tiles above had; turned int8, 4k keys: 0.96.
+# likewise -> keys of a block, warps, stages on NVIDIA of launches whose programs, at most so many per core
+# (the last), have at most so many blocks each: the time of one short request is that of its blocks one behind
+# the other. H100, head_dim 128, 1k keys: 0.88 to 0.97 of the time that the tiles above had; turned int8, 1 to
+# 4 requests of 1k to 8k keys: 0.92 to 0.97.
 CODED_SHORT: dict[str, tuple[int, int, int, int, int]] = {
     "keys": (64, 4, 3, 1, 1),
-    "turned": (64, 4, 2, 2, 2),
+    "turned": (64, 4, 2, 4, 2),
     "turned4": (64, 4, 2, 1, 1),
 }
 # Likewise: programs per core that few walks are cut into, as unpacking takes turns with waiting. H100: int8
-# against 64k keys had 0.81 of the time with 1 that it had with 3, int4 0.81 with 6 of what it had with 3
-CODED_PROGRAMS = {False: 1, True: 6}
+# against 64k keys had 0.81 of the time with 1 that it had with 3, int4 0.89 to 1.01 with 4 of that with 6
+CODED_PROGRAMS = {False: 1, True: 4}
 # What fits anything, largest first, where an architecture has no table: (tile, head dims up to).
 SAFE = (Tile(64, 64, 4, 2), Tile(64, 32, 4, 2), Tile(32, 32, 4, 1), Tile(16, 16, 4, 1))
 SAFE_SHARED_BYTES = 48 * KIB  # what every GPU of the last ten years gives a program
