@@ -80,30 +80,24 @@ def products(key: KernelKey, stage: Any) -> Any:
 
 
 def panels(key: KernelKey, stage: Any, base: Any) -> Any:
-    """`base`, whose scores know which scales of V their rows see, and whose weights are bytes."""
+    """`base`, which knows which scales of V its rows see, and makes weights bytes."""
     NR, Q_PANEL = key.panel_rows, key.q_panel_bytes
-    make_float_scores = base.make_scores
 
     @device
-    def scales_at(tile, begin):
-        return tile.bad + tile.args.block_n + 4 * begin
-
-    @device
-    def make_scores(tile, panel, head, i_p, kind, begin, end, inner_begin, inner_end):
-        make_float_scores(tile, panel, head, i_p, kind, begin, end, inner_begin, inner_end)
-        q, scales = tile.q + panel * Q_PANEL, scales_at(tile, begin)
+    def weigh(tile, panel, p, begin, keys, stats, kind, free):
+        """`free`: how many of the keys no limit hides from a row."""
+        args, block = tile.args, tile.block
+        s, q, scales = tile.s + begin * NR * 4, tile.q + panel * Q_PANEL, tile.bad + args.block_n + 4 * begin
         stage.set_unit(q, 1 if kind == PLAIN else 0)
-        if kind == PLAIN and inner_begin == begin and inner_end == end:
-            stage.most_scale(scales, end - begin, q)
+        if kind == PLAIN and free == keys:
+            parts = tile.bad + 5 * args.block_n
+            stage.most_scale(scales, keys, q, parts)
+            stage.weigh(s, p, keys // 4, block, stats, args.scale_log2, parts, q)
         else:
-            stage.most_seen_scale(tile.s + begin * NR * 4, scales, end - begin, q)
+            stage.most_seen_scale(s, scales, keys, q)
+            stage.weigh_seen(s, p, keys // 4, block, stats, args.scale_log2, scales, q)
 
-    @device
-    def weigh(tile, panel, p, begin, keys, stats):
-        s, q, scale = tile.s + begin * NR * 4, tile.q + panel * Q_PANEL, tile.args.scale_log2
-        stage.weigh(s, p, keys // 4, tile.block, stats, scale, scales_at(tile, begin), q)
-
-    return merged(base, namespace(make_scores, weigh))
+    return merged(base, namespace(weigh))
 
 
 def tiles(key: KernelKey, stage: Any, base: Any) -> Any:
