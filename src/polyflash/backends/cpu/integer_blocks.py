@@ -81,6 +81,13 @@ class IntegerTile(Tile):
             e.store(e.load(scale, 0, F32), place, self.key.bucket + 4)
 
     @stage
+    def prefetch_codes(self, e: Emitter, src, stride, rows, count) -> None:
+        """Into the second level of the caches: a block of keys lasts longer than the first keeps it."""
+        lines = e.b.udiv(e.b.add(count, I64(e.bytes - 1)), I64(e.bytes))
+        with e.walk(rows, (src, stride)) as (row,), e.walk(lines, (row, e.bytes)) as (line,):
+            e.prefetch(line, 2)
+
+    @stage
     def load_value_codes(self, e: Emitter, src0, src1, src2, src3, count, dst) -> None:
         """The rows of four keys as atoms."""
         kind = ir.VectorType(I8, 4 * self.lanes)

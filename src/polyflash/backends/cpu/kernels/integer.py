@@ -113,6 +113,15 @@ def tiles(key: KernelKey, stage: Any, base: Any) -> Any:
     row_at, run_end = base.row_at, base.run_end
 
     @device
+    def prefetch(tile, rows, stride, count, scales, step, last):
+        """Rows of the block behind key `last`, and their scales."""
+        args = tile.args
+        n = least(args.block_n, tile.item.live - last)
+        if args.page_table == 0 and n > 0:
+            stage.prefetch_codes(rows + last * stride, stride, n, count)
+            stage.prefetch_codes(scales + last * step, step * 16, (n + 15) // 16, 1)
+
+    @device
     def load_keys(tile, k, first, last):
         args, n = tile.args, tile.item.key
         step, count = args.k_scale_token, args.head_dim
@@ -123,6 +132,7 @@ def tiles(key: KernelKey, stage: Any, base: Any) -> Any:
             scales = row_at(tile, tile.item.k_scales, args.k_scale_batch, step, j)
             stage.load_codes(src, args.k_row, end - j, count, scales, step, tile.k + (j - n) * K_BYTES)
             j = end
+        prefetch(tile, k, args.k_row, count, tile.item.k_scales, step, last)
 
     @device
     def value_at(tile, v, j, first, last):
@@ -152,6 +162,7 @@ def tiles(key: KernelKey, stage: Any, base: Any) -> Any:
             row2, row3 = value_at(tile, v, j + 2, first, last), value_at(tile, v, j + 3, first, last)
             dst = tile.v + (j - n) // PACK * V_BYTES
             stage.load_value_codes(row0, row1, row2, row3, args.head_dim_v, dst)
+        prefetch(tile, v, args.v_row, args.head_dim_v, tile.item.v_scales, args.v_scale_token, last)
         return found
 
     @device
