@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyflash.backends.cpu.simd import FLOOR_EXP2
 from polyflash.quant import QuantizedTensor
 from tests.integers import operands
 from tests.tolerance import Expected, expect, masked_scores
@@ -32,13 +31,12 @@ def emulated(
     for n in range(0, s.shape[3], block_n):
         here = slice(n, n + block_n)
         part, by = s[..., here], of_key[..., here]
-        top = part.amax(-1, keepdim=True)
-        most = torch.where(part > -torch.inf, by, 0).amax(-1, keepdim=True).clamp(min=2.0**-112)
-        lift = torch.log2(255 / most)
-        x = power_of_two(part - top.nan_to_num(neginf=0.0) + lift)
-        beta = torch.exp2(top - m - lift)
-        total += beta * x.sum(-1, keepdim=True)
-        out += beta * ((x * by).round() @ v_codes[:, :, here])
+        top = part.amax(-1, keepdim=True).nan_to_num(neginf=0.0)
+        most = torch.where(part > -torch.inf, by, 0).amax(-1, keepdim=True).clamp(min=2.0**-110)
+        x = weights(top - part)
+        beta = torch.exp2(top - m)
+        total += beta * x.sum(-1, keepdim=True) / 32767
+        out += beta * most / 255 * (codes(x, by, most) @ v_codes[:, :, here])
     if options.get("sinks") is not None:
         sinks = options["sinks"].double().view(1, -1, 1, 1) * LOG2E
         total = torch.where(total > 0, total + torch.exp2(sinks - m), total)
@@ -48,13 +46,17 @@ def emulated(
     return out, ((m + torch.log2(total)) / LOG2E)[..., 0]
 
 
-def power_of_two(t: Tensor) -> Tensor:
-    """2**t by the kernel's polynomial."""
-    floor = t.nan_to_num(neginf=0.0).floor()
-    f, p = t.nan_to_num(neginf=0.0) - floor, torch.zeros_like(t)
-    for c in reversed(FLOOR_EXP2[3]):
-        p = p * f + c
-    return torch.where(t > -torch.inf, p * torch.exp2(floor), 0)
+def weights(far: Tensor) -> Tensor:
+    """2**-far in 32767ths: the exponent is rounded to a 64th."""
+    steps = (far * 64 + 0.5).floor().clamp(max=32768).long()
+    table = torch.tensor([round(32767 * 2 ** (-j / 64)) for j in range(64)])
+    return (table[steps % 64] >> (steps // 64).clamp(max=15)).double() * (steps < 1024)
+
+
+def codes(x: Tensor, by: Tensor, most: Tensor) -> Tensor:
+    """Bytes of weights x times V's scales `by`, these as parts of the largest."""
+    parts = (by.float() * (65282 / most.float())).round().clamp(max=65535).double()
+    return (((x * parts / 65536).floor() + 64) / 128).floor()
 
 
 def expected(

@@ -17,7 +17,7 @@ from polyflash.reference import attention_reference
 from polyflash.spec import Phase
 from tests.backends.cpu import keys as every
 from tests.backends.cpu.integer_emulator import expected
-from tests.tolerance import check, check_lse, same_bits
+from tests.tolerance import Expected, check, same_bits, same_pattern
 
 HERE = target.detect("cpu")
 pytestmark = pytest.mark.skipif(not list(every.integer(HERE)), reason="needs avx512_vnni")
@@ -66,16 +66,23 @@ def attend(q: Tensor, k: QuantizedTensor, v: QuantizedTensor, **options: Any) ->
 
 
 def held(q: Tensor, k: QuantizedTensor, v: QuantizedTensor, label: str, **options: Any) -> None:
-    """Level A. One code in a thousand may be off by one, which float32 alone can show."""
+    """Level A."""
     found = attend(q, k, v, **options)
     block_n = polyflash.explain(q, k, v, **options).config.block_n
     options.pop("batch_invariant", None)
-    want, _ = expected(q, k, v, block_n, **options)
-    if q.dtype is torch.float32:
-        check_lse(found.lse, want, label=label)
+    agree(found, expected(q, k, v, block_n, **options)[0], label, options)
+
+
+def agree(found: Any, want: Expected, label: str = "", options: dict[str, Any] | None = None) -> None:
+    """One code in a thousand may be off by one, or an exponent by a 64th: float32 alone can show it, the
+    log-sum-exp in one row of fifty."""
+    same_pattern(found.lse, want.lse, label)
+    error = ((found.lse - want.lse).abs() / want.lse.abs().clamp(min=1))[want.lse.isfinite()]
+    assert (error > 1e-5).double().mean() <= 0.02 and error.max() <= 1 / 90, label
+    if found.out.dtype is torch.float32:
         assert (found.out - want.out).norm() <= 2e-4 * want.out.norm(), label
     else:
-        check(found.out, found.lse, want, label=label, options=options)
+        check(found.out, None, want, label=label, options=options)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -271,7 +278,7 @@ def test_level_a_is_not_vacuous(mutant: str):
         v = replace(v, scale=v.scale.roll(1, 3))
     found = attend(q, k, v)
     with pytest.raises(AssertionError):
-        check(found.out, found.lse, want)
+        agree(found, want)
 
 
 REFUSED = {

@@ -238,7 +238,7 @@ def tile_bytes(key: KernelKey, heads: int, row_panels: int, block_n: int) -> dic
         "block": rows * 8,
         "zero": wide_row,
         "gather": 2 * wide_row,
-        "bad": block_n * (5 if key.integer else 1),
+        "bad": block_n * (7 if key.integer else 1),
         "seen": rows,
         "item": ITEM_WORDS * 8,
         "kinds": panels,

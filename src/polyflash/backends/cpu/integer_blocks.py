@@ -1,6 +1,7 @@
 """The stages that are others where K and V are codes and the products are of bytes (compute "int8dot").
 
     S[key][query] = (Σ q8·k8)·k_scale[key] + q·shift / q_scale[query]          in units of q_scale
+    P = 2**-(j / 64), j the nearest integer        cut to 32767ths; l_i is their sum
     P8 = round(255·P·v_scale[key] / most)          most: the largest v_scale of the keys that the query sees
     O = alpha·O + beta·Σ v8·P8
 
@@ -14,18 +15,19 @@ carry, NaN for one, leaves its key to `add_seen_codes`.
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 
 from llvmlite import ir
 
+from polyflash.backends.cpu import simd_words
 from polyflash.backends.cpu.blocks import Tile, kept
 from polyflash.backends.cpu.configs import KernelKey
 from polyflash.backends.cpu.intrinsics import stage
 from polyflash.backends.cpu.simd import F32, I8, I32, I64, Emitter, Value
 
 LEAST_ROW = 1e-35  # largest size of a row of Q, below which its codes are coarser: 127 / it is finite
-LEAST_SCALE = (
-    2.0**-112
-)  # of V, below which its weights are coarser: 128 weights of 255 / it have a finite sum
+LEAST_SCALE = 2.0**-110  # of V, below which its weights are coarser: TOP_PART / it is finite
+TOP_PART = 65282  # of the largest of V's scales: 32767 times it is 255 · 2**23
 INFINITE = 0x7F800000  # bits
 
 
@@ -58,7 +60,7 @@ class IntegerTile(Tile):
         inverse, middle = b.fdiv(e.floats(127), top), e.ints(-0x7F7F7F80)
         with e.walk(b.mul(vectors, I64(4)), (floats, 4 * self.row), (dst, self.row)) as (channels, codes):
             x = [e.nearest_ints(b.fmul(e.load(channels, j * self.row), inverse)) for j in range(4)]
-            e.store(b.xor(e.as_bytes(x, signed=True), middle), codes)
+            e.store(b.xor(e.as_bytes(x), middle), codes)
 
     @stage
     def load_codes(self, e: Emitter, src, stride, rows, count, scales, step, dst) -> None:
@@ -77,6 +79,13 @@ class IntegerTile(Tile):
             total = e.call(f"llvm.vector.reduce.add.v{self.lanes}i32", I32, [total])
             e.store(b.mul(total, I32(-128)), place, self.key.bucket)
             e.store(e.load(scale, 0, F32), place, self.key.bucket + 4)
+
+    @stage
+    def prefetch_codes(self, e: Emitter, src, stride, rows, count) -> None:
+        """Into the second level of the caches: a block of keys lasts longer than the first keeps it."""
+        lines = e.b.udiv(e.b.add(count, I64(e.bytes - 1)), I64(e.bytes))
+        with e.walk(rows, (src, stride)) as (row,), e.walk(lines, (row, e.bytes)) as (line,):
+            e.prefetch(line, 2)
 
     @stage
     def load_value_codes(self, e: Emitter, src0, src1, src2, src3, count, dst) -> None:
@@ -174,17 +183,24 @@ class IntegerTile(Tile):
 
     # the online softmax
     @stage
-    def most_scale(self, e: Emitter, scales, keys, q) -> None:
-        """The largest of V's scales, for rows that see all these keys."""
+    def most_scale(self, e: Emitter, scales, keys, q, parts) -> None:
+        """The largest of V's scales, for rows that see all these keys; their parts of it, as words."""
+        b = e.b
 
         def step(p: list[Value], inside: Value | None) -> list[Value]:
             x = e.load(p[0], 0, e.vi, inside)
             return [e.at(p[0], e.bytes), e.smax(x, p[1])]  # as bits: none is negative
 
         top = e.each_vector(keys, self.lanes, [e.pointer(scales), e.ints(0)], step)[1]
-        most = e.splat(e.greatest_lane(top))
+        most = b.bitcast(e.splat(e.greatest_lane(top)), e.vf)
         for v in range(self.nv):
             e.store(most, e.pointer(q), self.most + v * e.bytes)
+        share = b.fdiv(e.floats(TOP_PART), e.maximum(most, e.floats(LEAST_SCALE)))
+        vectors = b.udiv(b.add(keys, I64(self.lanes - 1)), I64(self.lanes))
+        with e.walk(vectors, (scales, e.bytes), (parts, e.bytes // 2)) as (of_key, place):
+            words = b.trunc(e.nearest_ints(b.fmul(e.load(of_key), share)), e.vh)
+            order = [i // 4 * 4 + (0, 2, 1, 3)[i % 4] for i in range(self.lanes)]
+            e.store(e.shuffle(words, words, order), place)
 
     @stage
     def most_seen_scale(self, e: Emitter, s, scales, keys, q) -> None:
@@ -200,46 +216,107 @@ class IntegerTile(Tile):
             e.store(top, e.pointer(q), self.most + v * e.bytes)
 
     @stage
-    def weigh(self, e: Emitter, s, p, fours, block, stats, scale_bits, scales, q) -> None:
+    def weigh(self, e: Emitter, s, p, fours, block, stats, scale_bits, parts, q) -> None:
         """alpha, m_i and l_i as `online_softmax` leaves them; P8, and beta in place of the block's maximum.
+        `parts`: what `most_scale` left."""
 
-        255 / most joins the exponent, so that a weight becomes its byte by one product with its key's scale;
-        l_i is the sum before that rounding, and beta takes the factor out of both again."""
+        def parts_of(place: Value, shares: list[Value]) -> Callable[[int, int], Value]:
+            of_pair = [e.splat(e.load(place, 4 * h, I32)) for h in range(2)]
+            return lambda h, v: of_pair[h]
+
+        self._weigh(e, s, p, fours, block, stats, scale_bits, (parts, 8), q, parts_of)
+
+    @stage
+    def weigh_seen(self, e: Emitter, s, p, fours, block, stats, scale_bits, scales, q) -> None:
+        """`weigh` of rows that each see keys of their own: V's scales become parts of each row's largest."""
+
+        def parts_of(place: Value, shares: list[Value]) -> Callable[[int, int], Value]:
+            of_key = [e.splat(e.load(place, 4 * h, F32)) for h in range(4)]
+
+            def pair(h: int, v: int) -> Value:
+                x, y = (e.nearest_ints(e.b.fmul(of_key[i], shares[v])) for i in (h, 2 + h))
+                return simd_words.low_halves(e, x, y)
+
+            return pair
+
+        self._weigh(e, s, p, fours, block, stats, scale_bits, (scales, 16), q, parts_of)
+
+    def _weigh(
+        self,
+        e: Emitter,
+        s,
+        p,
+        fours,
+        block,
+        stats,
+        scale_bits,
+        parts: tuple[Value, int],
+        q,
+        parts_of: Callable[[Value, list[Value]], Callable[[int, int], Value]],
+    ) -> None:
+        """Weights are words of 32767ths; `parts_of` gives their keys' factors, two and two as weights are."""
         b, nv = e.b, self.nv
         p_block, p_stats, panel = e.pointer(block), e.pointer(stats), e.pointer(q)
         power, scale = self.scaled_power(e, scale_bits), e.splat(e.float_bits(scale_bits))
-        none, zero = e.floats(float("-inf")), e.floats(0)
-        top, lift, step, alpha, beta = [], [], [], [], []
+        none, zero, limit = e.floats(float("-inf")), e.floats(0), e.floats(2.0**100)
+        top, steps, alpha, own, shares = [], [], [], [], []
         for v in range(nv):
             m_old, highest = e.load(p_stats, v * e.bytes), e.load(p_block, (nv + v) * e.bytes)
             unit = e.load(panel, self.unit + v * e.bytes)
             m_block = b.fmul(highest, unit)
             m_new = e.maximum(m_block, m_old)
             m_safe = b.select(b.fcmp_ordered("==", m_new, none), zero, m_new)
-            most = e.load(panel, self.most + v * e.bytes)
-            most = e.maximum(most, e.floats(LEAST_SCALE))
-            lift.append(b.fmul(e.log(b.fdiv(e.floats(255), most)), e.floats(1.4426950408889634)))
+            most = e.maximum(e.load(panel, self.most + v * e.bytes), e.floats(LEAST_SCALE))
+            shares.append(b.fdiv(e.floats(TOP_PART), most))
             top.append(b.select(b.fcmp_ordered("==", highest, none), zero, highest))
-            step.append(b.fmul(unit, scale))
+            steps.append(b.fmul(unit, scale))
             alpha.append(kept(e, power(b.fsub(m_old, m_safe), 6)))
-            beta.append(b.fmul(power(b.fsub(m_block, m_safe), 6), e.power_of_two(b.fneg(lift[v]), 5)))
+            own.append(power(b.fsub(m_block, m_safe), 6))
             e.store(m_new, p_stats, v * e.bytes)
             e.store(alpha[v], p_block, v * e.bytes)
-            e.store(beta[v], p_block, (nv + v) * e.bytes)
+            e.store(b.fmul(own[v], b.fmul(most, e.floats(1 / 255))), p_block, (nv + v) * e.bytes)
+        held = (b.select(b.fcmp_ordered(">", x, limit), limit, x) for x in steps)
+        step = [b.fmul(x, e.floats(64 * 65536)) for x in held]
 
-        places = (s, 4 * self.row), (p, self.row), (scales, 16)
-        with e.walk(fours, *places, carried={"sums": [zero] * nv}) as walk:
-            p_s, p_p, p_w = walk
-            of_key = [e.splat(e.load(p_w, 4 * h, F32)) for h in range(4)]
+        places = (s, 4 * self.row), (p, self.row), parts
+        carried = {"sums": [e.ints(0)] * nv, "far": e.ints(0)}
+        with e.walk(fours, *places, carried=carried) as walk:
+            p_s, p_p, place = walk
+            part = parts_of(place, shares)
             for v in range(nv):
-                d = [b.fsub(e.load(p_s, h * self.row + v * e.bytes), top[v]) for h in range(4)]
-                x = [e.power_of_two(e.fma(y, step[v], lift[v]), 3) for y in d]
-                walk.sums[v] = b.fadd(walk.sums[v], e.summed(x))
-                codes = [e.nearest_ints(b.fmul(y, w)) for y, w in zip(x, of_key, strict=True)]
-                e.store(e.as_bytes(codes, signed=False), p_p, v * e.bytes)
+                d = [b.fsub(top[v], e.load(p_s, h * self.row + v * e.bytes)) for h in range(4)]
+                z = [e.nearest_ints(e.fma(y, step[v], e.floats(32768))) for y in d]
+                codes = []
+                for h in range(2):
+                    x = simd_words.high_halves(e, z[h], z[2 + h])
+                    walk.far = b.or_(walk.far, x)
+                    x = simd_words.power(e, x)
+                    walk.sums[v] = simd_words.add_pairs(e, walk.sums[v], x)
+                    codes.append(simd_words.product_high(e, x, part(h, v)))
+                e.store(simd_words.as_bytes(e, *codes), p_p, v * e.bytes)
+        bad = self._not_numbers(e, walk.far, s, fours, top)
         for v, total in enumerate(walk.sums):
-            l_i = e.fma(alpha[v], e.load(p_stats, (nv + v) * e.bytes), b.fmul(total, beta[v]))
+            x = b.fmul(b.sitofp(total, e.vf), e.floats(1 / 32767))
+            x = b.fadd(e.fma(x, own[v], b.fmul(steps[v], zero)), bad[v])
+            l_i = e.fma(alpha[v], e.load(p_stats, (nv + v) * e.bytes), x)
             e.store(l_i, p_stats, (nv + v) * e.bytes)
+
+    def _not_numbers(self, e: Emitter, far: Value, s, fours, top: list[Value]) -> list[Value]:
+        """NaN in lanes that have such a score, else 0. Its weight is 0, as of one too far below the maximum
+        for a word: without a word that says so there is none."""
+        b, size = e.b, e.ints(0x7FFFFFFF)
+
+        def check(values: list[Value]) -> list[Value]:
+            worst = {"worst": [e.ints(0)] * self.nv}
+            with e.walk(b.mul(fours, I64(4)), (s, self.row), carried=worst) as walk:
+                for v in range(self.nv):
+                    d = b.fsub(top[v], e.load(walk[0], v * e.bytes))
+                    walk.worst[v] = e.smax(b.and_(b.bitcast(d, e.vi), size), walk.worst[v])
+            nan = (b.icmp_signed(">", x, e.ints(INFINITE)) for x in walk.worst)
+            return [b.select(x, e.floats(float("nan")), old) for x, old in zip(nan, values, strict=True)]
+
+        some = e.any_lane(b.icmp_signed("!=", b.and_(far, e.ints(-0x7FFF8000)), e.ints(0)))
+        return e.where(some, [e.floats(0)] * self.nv, check)
 
     @stage
     def add_seen_codes(self, e: Emitter, s, stats, q, scale_bits, row, count, o, limits, key, seen) -> None:

@@ -27,12 +27,6 @@ EXP2 = {
     6: (0.6931472029, 0.2402264791, 0.05550332471, 0.009618437358, 0.001339887442, 0.0001535336181),
 }
 
-# exp2 on [0, 1), of least maximum relative error: 7.5e-5 and 7.5e-8.
-FLOOR_EXP2 = {
-    3: (0.99992519, 0.69583363, 0.22606727, 0.07802428),
-    5: (0.99999993, 0.69315307, 0.24015362, 0.05582631, 0.00898934, 0.00187758),
-}
-
 
 class BFloatType(ir.Type):
     """llvmlite has no bfloat."""
@@ -211,22 +205,12 @@ class Emitter:
         args = [x, undefined, ir.Constant(I16, -1), I32(4)]
         return self.call("llvm.x86.avx512.mask.cvtps2dq.512", self.vi, args)
 
-    def power_of_two(self, x: Value, degree: int) -> Value:
-        """2**x, of any sign and of -inf; below 2**-126 it is subnormal. NaN stays NaN."""
-        undefined, all_lanes = ir.Constant(self.vf, ir.Undefined), ir.Constant(I16, -1)
-        floor = I32(9)  # x minus the integer below it, 0 of an infinity; no exceptions
-        args = [x, floor, undefined, all_lanes, I32(4)]
-        f = self.call("llvm.x86.avx512.mask.reduce.ps.512", self.vf, args)
-        p = self.polynomial(FLOOR_EXP2[degree], f)
-        return self.call("llvm.x86.avx512.mask.scalef.ps.512", self.vf, [p, x, undefined, all_lanes, I32(4)])
-
-    def as_bytes(self, x: Sequence[Value], *, signed: bool) -> Value:
-        """Four vectors of int32 as one of bytes, a lane's four side by side; held to what a byte holds."""
+    def as_bytes(self, x: Sequence[Value]) -> Value:
+        """Four vectors of int32 as one of int8, a lane's four side by side; held to what these hold."""
         b, n = self.b, 4 * self.lanes
         words = ir.VectorType(I16, n // 2)
         pairs = [self.call("llvm.x86.avx512.packssdw.512", words, x[i : i + 2]) for i in (0, 2)]
-        kind = "packsswb" if signed else "packuswb"
-        packed = self.call(f"llvm.x86.avx512.{kind}.512", ir.VectorType(I8, n), pairs)
+        packed = self.call("llvm.x86.avx512.packsswb.512", ir.VectorType(I8, n), pairs)
         order = [i // 16 * 16 + i % 4 * 4 + i % 16 // 4 for i in range(n)]
         return b.bitcast(self.shuffle(packed, packed, order), self.vi)
 

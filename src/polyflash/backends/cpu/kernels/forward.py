@@ -93,7 +93,7 @@ def blocks_of(key: KernelKey, stage: Any, shared: Any) -> Any:
         p, stats = tile.p + begin // PACK * NR * 4, tile.stats + panel * NR * 8
         keys, block = end - begin, tile.block
         if INTEGER:
-            shared.weigh(tile, panel, p, begin, keys, stats)
+            shared.weigh(tile, panel, p, begin, keys, stats, kind, inner_end - inner_begin)
         else:
             stage.online_softmax(tile.s + begin * NR * 4, p, keys // 4, block, stats, args.scale_log2)
         if args.drop != 0:

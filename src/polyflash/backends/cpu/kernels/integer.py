@@ -80,30 +80,24 @@ def products(key: KernelKey, stage: Any) -> Any:
 
 
 def panels(key: KernelKey, stage: Any, base: Any) -> Any:
-    """`base`, whose scores know which scales of V their rows see, and whose weights are bytes."""
+    """`base`, which knows which scales of V its rows see, and makes weights bytes."""
     NR, Q_PANEL = key.panel_rows, key.q_panel_bytes
-    make_float_scores = base.make_scores
 
     @device
-    def scales_at(tile, begin):
-        return tile.bad + tile.args.block_n + 4 * begin
-
-    @device
-    def make_scores(tile, panel, head, i_p, kind, begin, end, inner_begin, inner_end):
-        make_float_scores(tile, panel, head, i_p, kind, begin, end, inner_begin, inner_end)
-        q, scales = tile.q + panel * Q_PANEL, scales_at(tile, begin)
+    def weigh(tile, panel, p, begin, keys, stats, kind, free):
+        """`free`: how many of the keys no limit hides from a row."""
+        args, block = tile.args, tile.block
+        s, q, scales = tile.s + begin * NR * 4, tile.q + panel * Q_PANEL, tile.bad + args.block_n + 4 * begin
         stage.set_unit(q, 1 if kind == PLAIN else 0)
-        if kind == PLAIN and inner_begin == begin and inner_end == end:
-            stage.most_scale(scales, end - begin, q)
+        if kind == PLAIN and free == keys:
+            parts = tile.bad + 5 * args.block_n
+            stage.most_scale(scales, keys, q, parts)
+            stage.weigh(s, p, keys // 4, block, stats, args.scale_log2, parts, q)
         else:
-            stage.most_seen_scale(tile.s + begin * NR * 4, scales, end - begin, q)
+            stage.most_seen_scale(s, scales, keys, q)
+            stage.weigh_seen(s, p, keys // 4, block, stats, args.scale_log2, scales, q)
 
-    @device
-    def weigh(tile, panel, p, begin, keys, stats):
-        s, q, scale = tile.s + begin * NR * 4, tile.q + panel * Q_PANEL, tile.args.scale_log2
-        stage.weigh(s, p, keys // 4, tile.block, stats, scale, scales_at(tile, begin), q)
-
-    return merged(base, namespace(make_scores, weigh))
+    return merged(base, namespace(weigh))
 
 
 def tiles(key: KernelKey, stage: Any, base: Any) -> Any:
@@ -119,6 +113,15 @@ def tiles(key: KernelKey, stage: Any, base: Any) -> Any:
     row_at, run_end = base.row_at, base.run_end
 
     @device
+    def prefetch(tile, rows, stride, count, scales, step, last):
+        """Rows of the block behind key `last`, and their scales."""
+        args = tile.args
+        n = least(args.block_n, tile.item.live - last)
+        if args.page_table == 0 and n > 0:
+            stage.prefetch_codes(rows + last * stride, stride, n, count)
+            stage.prefetch_codes(scales + last * step, step * 16, (n + 15) // 16, 1)
+
+    @device
     def load_keys(tile, k, first, last):
         args, n = tile.args, tile.item.key
         step, count = args.k_scale_token, args.head_dim
@@ -129,6 +132,7 @@ def tiles(key: KernelKey, stage: Any, base: Any) -> Any:
             scales = row_at(tile, tile.item.k_scales, args.k_scale_batch, step, j)
             stage.load_codes(src, args.k_row, end - j, count, scales, step, tile.k + (j - n) * K_BYTES)
             j = end
+        prefetch(tile, k, args.k_row, count, tile.item.k_scales, step, last)
 
     @device
     def value_at(tile, v, j, first, last):
@@ -158,6 +162,7 @@ def tiles(key: KernelKey, stage: Any, base: Any) -> Any:
             row2, row3 = value_at(tile, v, j + 2, first, last), value_at(tile, v, j + 3, first, last)
             dst = tile.v + (j - n) // PACK * V_BYTES
             stage.load_value_codes(row0, row1, row2, row3, args.head_dim_v, dst)
+        prefetch(tile, v, args.v_row, args.head_dim_v, tile.item.v_scales, args.v_scale_token, last)
         return found
 
     @device
