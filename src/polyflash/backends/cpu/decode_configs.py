@@ -23,7 +23,6 @@ WIDTH, MOST_TURN_ROWS = 128, 4  # channels, and rows of a tile, of heads whose k
 NARROW = 64  # channels, of a head whose keys are read by turns too, by one row
 ROWS_AT_ONCE = 2  # that share a walk over a group of V by turns, which then reads whole rows in order
 LISTED, SCORED = 1, 2  # what the keys are that a kernel walks next
-BYTES_AHEAD = 2048  # that are prefetched by turns, of one row: of float32 1024 was as quick, 4096 lost
 MOST_ROWS = {"avx512": 8, "avx2": 4, "neon": 4, "generic": 4}  # of one tile: what fills the registers
 
 
@@ -82,6 +81,14 @@ class DecodeKey:
         on Zen 5 16-bit rows gain half as much again (docs/results/2026-11-23-epyc-zen5-2core-decode.md)."""
         several = self.storage != "bfloat16" and self.rows <= MOST_TURN_ROWS
         return self.isa == "avx512" and (self.rows == 1 or several)
+
+    @property
+    def bytes_ahead(self) -> int:
+        """Bytes by which K and V are each prefetched by turns, 0 if they are not. The quickest on Zen 4, see
+        docs/results/2026-11-27-epyc-zen4-2core-decode.md."""
+        if self.storage == "float32":
+            return 4096 if self.rows == 4 else 2048
+        return {"float16": 4096 if self.rows > 1 else 0, "bfloat16": 1024}[self.storage]
 
     def units(self, channels: int) -> int:
         return -(-channels // self.unit)

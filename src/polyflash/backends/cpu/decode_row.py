@@ -1,9 +1,8 @@
 """The rows of one kv head of whole tensors by turns: device functions of the decode kernel of at most 8 rows.
 
-V of a block and K of the next are read by turns: for a single row key by key, each line prefetched a little
-before its turn; for several a group of keys at a time, and nothing is prefetched. So memory has two places to
-read ahead from, and the machine's own prefetchers follow both; a phase of K and then one of V have one. The
-sums are those of the walk in phases, in their order.
+V of a block and K of the next are read by turns, a group of keys at a time, each line prefetched a little
+before its turn. So memory has two places to read ahead from, and the machine's own prefetchers follow both; a
+phase of K and then one of V have one. The sums are those of the walk in phases, in their order.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ device = Blocks(DECODE).device
 
 
 def walk(key: DecodeKey, stage: Any, list_rows: Any) -> tuple[Any, Any]:
-    """Two device functions of 5 and 10 arguments: see `find_blocks`, and `attend_row` or `attend_rows`."""
-    ROWS, SIZE, NARROW = key.rows, STORAGE_BYTES[key.storage], configs.NARROW if key.rows == 1 else WIDTH
+    """Two device functions of 5 and 10 arguments: see `find_blocks` and `attend_rows`."""
+    SIZE, NARROW = STORAGE_BYTES[key.storage], configs.NARROW if key.rows == 1 else WIDTH
 
     @device
     def find_blocks(args, lo, hi, beyond, block_n):
@@ -35,50 +34,14 @@ def walk(key: DecodeKey, stage: Any, list_rows: Any) -> tuple[Any, Any]:
         if args.page_table != 0 or not steps or not same or (width != WIDTH and width != NARROW):
             return 0, 0, 0
         end, more = hi // block_n, 0
-        if ROWS > 1 and hi % block_n == 0 and hi + block_n <= beyond:
+        if hi % block_n == 0 and hi + block_n <= beyond:
             more = 1  # of the next split
         return (lo + block_n - 1) // block_n, end, end + more
 
-    return find_blocks, (_one if key.rows == 1 else _several)(key, stage, list_rows)
+    return find_blocks, _attend(key, stage, list_rows)
 
 
-def _one(key: DecodeKey, stage: Any, list_rows: Any) -> Any:
-    KEYS, VECTOR, SIZE, AHEAD = key.lanes, key.lanes * 4, STORAGE_BYTES[key.storage], configs.BYTES_AHEAD
-
-    @device
-    def attend_row(tile, k, v, block_n, first, end, stats, ready, ahead, beyond):
-        """The blocks [first, end) of keys, all of which the row sees. `ready` is LISTED if K of the first is,
-        as that of block `end` is afterwards, as far as there are keys before `beyond`; `ahead` is `end`."""
-        args, s, block, k_rows, v_rows = tile.args, tile.s, tile.block, tile.k_rows, tile.v_rows
-        vectors, groups, o = block_n // KEYS, block_n // KEYS_PER_GROUP, stats + 2 * VECTOR
-        channels, further = args.head_dim, AHEAD // (args.head_dim * SIZE)
-        k_ahead, v_ahead = further * word(args, K_BATCH + 2), further * word(args, V_BATCH + 2)
-        alpha, ones = block, block + VECTOR
-        if ready != LISTED:
-            list_rows(tile, k, K_BATCH, k_rows, first * block_n, (first + 1) * block_n)
-        for i in range(first, end):
-            begin, last = i * block_n, (i + 1) * block_n
-            list_rows(tile, v, V_BATCH, v_rows, begin, last)
-            stage.fill(block, 1, MINUS_INF)
-            if i == first:
-                q, limits, factor, cap = tile.q, tile.limits, args.score_factor, args.score_cap
-                stage.scores(k_rows, q, s, block, vectors, channels, limits, begin, factor, cap, v_rows, 1)
-            else:
-                stage.scores_of_dots(tile.p, s, block, vectors, args.score_factor, args.score_cap)
-            stage.online_softmax(s, vectors, block, stats, args.scale_log2)
-            if last < beyond:
-                list_rows(tile, k, K_BATCH, k_rows, last, least(last + block_n, beyond))
-            if i + 1 < end:
-                stage.weigh_and_dot(
-                    v_rows, s, o, alpha, ones, groups, channels, v_ahead, k_rows, tile.q, tile.p, k_ahead
-                )
-            else:
-                stage.accumulate(v_rows, s, o, alpha, ones, groups, channels, k_rows, 1)
-
-    return attend_row
-
-
-def _several(key: DecodeKey, stage: Any, list_rows: Any) -> Any:
+def _attend(key: DecodeKey, stage: Any, list_rows: Any) -> Any:
     ROWS, KEYS, VECTOR = key.rows, key.lanes // key.rows, key.lanes * 4
 
     @device
@@ -106,7 +69,7 @@ def _several(key: DecodeKey, stage: Any, list_rows: Any) -> Any:
                 stage.fill(block_next, 1, MINUS_INF)
                 v_at, k_at = v + begin * v_step, k + last * k_step
                 values, keys = (v_at, v_step, s, o, block), (k_at, k_step, q, s_next, block_next)
-                stage.weigh_and_score(*values, *keys, groups, factor, cap)
+                stage.weigh_and_score(*values, *keys, groups, channels, factor, cap)
             else:
                 list_rows(tile, v, V_BATCH, v_rows, begin, last)
                 if last < beyond:

@@ -74,86 +74,65 @@ class Turns(Units):
             self._weigh(e, of_head, rows_of, WIDTH, None, False)
 
     @stage
-    def weigh_and_dot(
-        self, e: Emitter, v_rows, p, o, alpha, ones, groups, channels, v_ahead, k_rows, q, sums, k_ahead
-    ) -> None:
-        """Accumulates like `accumulate`, for one row of Q; and before V of each key partial sums of the
-        score of one key of K. Meanwhile what lies so many bytes ahead of either is prefetched."""
-        p_ones, p_o, p_q = (e.pointer(x) for x in (ones, o, q))
-        start = [e.pointer(x) for x in (v_rows, k_rows, p, alpha, sums)]
-
-        def group(width: int, i: Value, x: list[Value]) -> list[Value]:
-            p_v, p_k, p_p, p_alpha, p_sums = x
-
-            def rows_of(n: Value) -> tuple[Value, Value]:
-                at = e.b.mul(n, I64(8))
-                v_row, k_row = (e.pointer(e.load(e.at(rows, at), 0, I64)) for rows in (p_v, p_k))
-                (dots,) = self._dots(e, k_row, e.at(k_row, k_ahead), p_q, width, None)
-                e.store(dots, e.at(p_sums, e.b.mul(n, I64(e.bytes))))
-                return v_row, e.at(v_row, v_ahead)
-
-            self._weigh(e, [p_p, p_alpha, p_o], rows_of, width, None, False)
-            p_v, p_k, p_p, p_sums = (
-                e.at(p, KEYS_PER_GROUP * step)
-                for p, step in ((p_v, 8), (p_k, 8), (p_p, 4), (p_sums, e.bytes))
-            )
-            return [p_v, p_k, p_p, p_ones, p_sums]
-
-        for width in (NARROW, WIDTH):
-            turns = e.b.select(e.b.icmp_signed("==", channels, I64(width)), groups, I64(0))
-            e.loop(turns, start, partial(group, width))
-
-    @stage
-    def scores_of_dots(self, e: Emitter, sums, s, top, groups, factor, cap) -> None:
-        """Scores like `scores`, of keys that the one row sees and whose partial sums are made."""
-        change, p_top = self._change(e, factor, cap), e.pointer(top)
-
-        def group(i: Value, p: list[Value]) -> list[Value]:
-            x = change(sums_of_lanes(e, [e.load(p[0], n * e.bytes) for n in range(self.lanes)]))
-            e.store(x, p[1])
-            return [e.at(p[0], self.lanes * e.bytes), e.at(p[1], e.bytes), e.maximum(x, p[2])]
-
-        e.store(e.loop(groups, [e.pointer(sums), e.pointer(s), e.load(p_top)], group)[2], p_top)
-
-    @stage
     def weigh_and_score(
-        self, e: Emitter, v, v_step, p, o, alpha, k, k_step, q, s, top, groups, factor, cap
+        self, e: Emitter, v, v_step, p, o, alpha, k, k_step, q, s, top, groups, channels, factor, cap
     ) -> None:
-        """Accumulates like `accumulate`, and after V of each group scores like `scores` as many keys of K,
-        which every row sees; all are of WIDTH channels, `v_step` or `k_step` bytes apart. Every instruction
-        reads on by a row at a time, through no list of addresses, and nothing is prefetched: the machine's
-        own prefetchers follow both places, and do so better undisturbed."""
-        change, p_top = self._change(e, factor, cap), e.pointer(top)
+        """Accumulates like `accumulate`, and before V of each group scores like `scores` as many keys of K,
+        which every row sees; both are of `channels`, `v_step` or `k_step` bytes apart. Every instruction
+        reads on by a row at a time, through no list of addresses, and lines are asked for `bytes_ahead` of
+        the key before their turn."""
+        b, change, p_top = e.b, self._change(e, factor, cap), e.pointer(top)
         p_o, p_q = e.pointer(o), e.pointer(q)
-        p_sums = e.b.alloca(e.vf, size=KEYS_PER_GROUP)
+        halves = max(1, self.keys // KEYS_PER_GROUP)  # groups that fill a vector of scores
+        p_sums = b.alloca(e.vf, size=halves * KEYS_PER_GROUP)
         by_key = [i % self.rows * self.keys + i // self.rows for i in range(e.lanes)]
 
-        def group(p_alpha: Value | None, i: Value, x: list[Value]) -> list[Value]:
-            p_v, p_k, p_p, p_s, largest = x
-
-            def v_row(n: Value) -> tuple[Value, None]:
-                return e.at(p_v, e.b.mul(n, v_step)), None
-
-            held = self._held(e, p_q)
-
-            # The rows of a key are folded while lines of the next are under way: later it would cost time.
-            with e.walk(KEYS_PER_GROUP, (p_k, k_step), (p_sums, e.bytes), rolled=True) as rows:
-                e.store(sums_of_lanes(e, self._dots_of(e, rows[0], held)), rows[1])
-            p_k = rows[0]
-            for n in range(KEYS_PER_GROUP // self.keys):
+        def scored(p_s: Value, largest: Value) -> Value:
+            for n in range(halves * KEYS_PER_GROUP // self.keys):
                 parts = [e.load(p_sums, (n * self.keys + m) * e.bytes) for m in range(self.keys)]
-                by_row = sums_of_lanes(e, parts, self.keys)
+                by_row = sums_of_lanes(e, parts, self.keys if self.rows > 1 else 0)
                 score = change(e.shuffle(by_row, by_row, by_key))
                 e.store(score, p_s, n * e.bytes)
                 largest = e.maximum(score, largest)
-            self._weigh(e, [p_p, p_alpha, p_o], v_row, WIDTH, None, False, ROWS_AT_ONCE)
-            p_v = e.at(p_v, e.b.mul(v_step, I64(KEYS_PER_GROUP)))
-            p_p = e.at(p_p, self.group_weights)
-            return [p_v, p_k, p_p, e.at(p_s, KEYS_PER_GROUP * self.rows * 4), largest]
+            return largest
 
-        # Alpha is for the first group: of others O is added to, which does not wait for the multipliers.
-        first = group(e.pointer(alpha), I64(0), [*(e.pointer(x) for x in (v, k, p, s)), e.load(p_top)])
-        e.store(e.loop(e.b.sub(groups, I64(1)), first, partial(group, None))[-1], p_top)
+        def turn(width: int, p_alpha: Value | None, i: Value, x: list[Value]) -> list[Value]:
+            p_v, p_k, p_p, p_s, largest = x
+            held, further = self._held(e, p_q, width), self.key.bytes_ahead // (width * self.size)
+            k_ahead, v_ahead = (b.mul(step, I64(further)) for step in (k_step, v_step))
+
+            def later(row: Value, ahead: Value) -> Value | None:
+                return e.at(row, ahead) if further else None
+
+            for half in range(halves):
+
+                def v_row(n: Value, p_v: Value = p_v) -> tuple[Value, Value | None]:
+                    row = e.at(p_v, b.mul(n, v_step))
+                    return row, later(row, v_ahead)
+
+                # Rows of a key are folded while lines of the next are under way: later it would cost time.
+                sums = e.at(p_sums, half * KEYS_PER_GROUP * e.bytes)
+                with e.walk(KEYS_PER_GROUP, (p_k, k_step), (sums, e.bytes), rolled=True) as rows:
+                    dots = self._dots_of(e, rows[0], held, later(rows[0], k_ahead))
+                    e.store(sums_of_lanes(e, dots), rows[1])
+                p_k = rows[0]
+                largest = scored(p_s, largest) if half + 1 == halves else largest
+                at_once = min(ROWS_AT_ONCE, self.rows)
+                self._weigh(e, [p_p, p_alpha, p_o], v_row, width, None, False, at_once)
+                p_v = e.at(p_v, b.mul(v_step, I64(KEYS_PER_GROUP)))
+                p_p, p_alpha = e.at(p_p, self.group_weights), None
+            return [p_v, p_k, p_p, e.at(p_s, halves * KEYS_PER_GROUP * self.rows * 4), largest]
+
+        def turns(_: list[Value], width: int) -> list[Value]:
+            # Alpha is for the first group: of others O is added to, which does not wait for the multipliers.
+            start = [*(e.pointer(x) for x in (v, k, p, s)), e.load(p_top)]
+            first = turn(width, e.pointer(alpha), I64(0), start)
+            more = b.sub(b.udiv(groups, I64(halves)), I64(1))
+            e.store(e.loop(more, first, partial(turn, width, None))[-1], p_top)
+            return []
+
+        for width in (NARROW, WIDTH) if self.rows == 1 else (WIDTH,):
+            e.where(b.icmp_signed("==", channels, I64(width)), [], partial(turns, width=width))
 
     def _held(self, e: Emitter, p_q: Value, width: int = WIDTH) -> list[list[list[Value]]]:
         """Q in registers, as far as there are: by unit, part and row. Each load of Q beside K would take the
@@ -166,11 +145,16 @@ class Turns(Units):
         units, parts, rows = (range(n) for n in counts)
         return [[[vector(u, part, r) for r in rows] for part in parts] for u in units]
 
-    def _dots_of(self, e: Emitter, row: Value, held: list[list[list[Value]]]) -> list[Value]:
-        """A vector of partial sums of one key for every row of Q, summed as `_dots` does without a dot."""
-        sums = [e.floats(0)] * self.rows
+    def _dots_of(
+        self, e: Emitter, row: Value, held: list[list[list[Value]]], later: Value | None
+    ) -> list[Value]:
+        """A vector of partial sums of one key for every row of Q, summed as `_dots` does."""
+        sums, add = [e.floats(0)] * self.rows, e.dot_bf16 if self.dot else None
         for u, unit in enumerate(held):
-            x = self._split(e, self._raw(e, row, I64(u * self.unit * self.size), None))
-            for part, ys in zip(x, unit, strict=True):
-                sums = [e.fma(part, y, total) for y, total in zip(ys, sums, strict=True)]
+            at = I64(u * self.unit * self.size)
+            self._prefetch(e, later, at, 1, None)
+            x = self._raw(e, row, at, None)
+            for part, ys in zip([x] if self.dot else self._split(e, x), unit, strict=True):
+                pairs = zip(ys, sums, strict=True)
+                sums = [add(total, part, y) if add else e.fma(part, y, total) for y, total in pairs]
         return sums
