@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from polyflash.backends.gpu.configs import check, flag, option, varied
 from polyflash.quant.scheme import Block, Codes, codes_of
-from polyflash.spec import MANY_KEYS, SMALL_ROWS, Feature, Phase
+from polyflash.spec import LONG_ROWS, MANY_KEYS, SMALL_ROWS, Feature, Phase
 from polyflash.target import release
 
 if TYPE_CHECKING:
@@ -58,17 +58,18 @@ class ForwardConfig:
     waited for. late_sum and lazy_rescale as the Triton engine's. shared_out: the output leaves through the
     memory of Q. apart: tiles with marks are mended in a launch of its own."""
 
-    consumers: int = option(2, 3, switched=())
+    consumers: int = option(2, 3, 4, switched=())
     block_n: int = option(64, 128, switched=())
-    num_stages: int = option(2, 3, default=2, switched=())
+    num_stages: int = option(2, 3, 4, default=2, switched=())
     order: str = option("counter", "zigzag", "tiles", default="counter", tuned=("counter", "zigzag", "tiles"))
-    heads: int = option(1, 2, 4, 8, default=4, tuned=(1, 4, 8))
+    heads: int = option(1, 2, 4, 8, 16, 64, default=4, tuned=(1, 4, 8))
     turns: bool = flag(True, tuned=(True, False))
     pinned: str = option("", "maxima", "softmax", default="", tuned=("", "maxima", "softmax"))
     late_sum: bool = flag(True, tuned=(True, False))
     lazy_rescale: bool = flag(False, tuned=(True, False))
     shared_out: bool = flag(False)
     apart: bool = flag(False, tuned=(True, False))
+    ends: bool = flag(False)
 
     def __post_init__(self) -> None:
         check(self)
@@ -110,6 +111,11 @@ FORWARD: dict[tuple[int, bool], ForwardConfig] = {
 }
 
 
+# Of fewer rows than LONG_ROWS, with a causal mask or not: four consumers have room for blocks of 64 keys.
+SHORT_64 = {
+    causal: replace(FORWARD[64, causal], consumers=4, block_n=64, num_stages=4, heads=16, turns=False)
+    for causal in (False, True)
+}
 BOUNDED_64 = ForwardConfig(2, 128, apart=True)  # where registers of three consumers do not suffice
 
 
@@ -173,6 +179,8 @@ def choose_forward(spec: AttentionSpec, target: Target) -> ForwardConfig:
     config = FORWARD[box, spec.causal or not spec.features.isdisjoint(like_causal)]
     if box == 64 and not spec.features.isdisjoint(like_causal | {_F.SOFTCAP}):
         config = BOUNDED_64
+    elif box == 64 and spec.seqlen_q < LONG_ROWS:
+        config = SHORT_64[spec.causal]
     counted = not spec.features.isdisjoint({_F.KV_LENS, _F.VARLEN}) and config.order == "zigzag"
     return replace(config, order="counter") if counted else config
 

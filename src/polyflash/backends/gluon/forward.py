@@ -83,6 +83,7 @@ class Prepared:
         band = band_of(seqlen_q, k.shape[2], args)
         softcap, alibi = min(max(args.softcap, SOFTCAPS[0]), SOFTCAPS[1]), args.alibi_slopes is not None
         near, rest = position_of(seqlen_q, k.shape[2], args)
+        constants = constants_of(self.config, q, k, band, args)
         numbers = Numbers(
             num_heads=num_heads,
             group=num_heads // k.shape[1],
@@ -96,13 +97,13 @@ class Prepared:
             left=band.left,
             factor=LOG2E if args.softcap or alibi else scale_of(q.shape[3], args) * LOG2E,
             members=members if packed else None,
+            spare=spare_of(num_tiles, seqlen_q, self.config.block_m) if constants.SPARE else None,
             into_cap=scale_of(q.shape[3], args) / softcap if args.softcap else None,
             softcap=softcap if args.softcap else None,
             position=near if alibi else None,
             rest=rest if alibi else None,
             scale=scale_of(q.shape[3], args) if alibi else None,
         )
-        constants = constants_of(self.config, q, k, band, args)
         launches: tuple[Constants, ...] = (constants,)
         if self.config.apart:
             again = constants._replace(FIRST=False, COUNTED=False, EARLY=False)
@@ -139,6 +140,7 @@ def constants_of(config: Any, q: Tensor, k: Tensor, band: Band, args: Arguments)
         ALIBI=args.alibi_slopes is not None,
         COUNTED=counted,
         EARLY=config.shared_out or (bounds["SHORT"] and counted and config.consumers == 2),
+        SPARE=config.ends and bounds["HAS_RIGHT"] and not bounds["PACKED"],
         HEADS=heads_of(q.shape[0] * q.shape[1], config.heads),
         TURNS=config.turns,
         PINNED=config.pinned,
@@ -147,6 +149,11 @@ def constants_of(config: Any, q: Tensor, k: Tensor, band: Band, args: Arguments)
         SHARED_OUT=config.shared_out,
         ROW_SLOTS=config.consumers + config.shared_out,
     )
+
+
+def spare_of(num_tiles: int, rows: int, block_m: int) -> int:
+    """Rows that the first tile of a plane has before row 0, whole consumers."""
+    return (num_tiles * block_m - rows) // configs.ROWS * configs.ROWS
 
 
 def bounds_of(band: Band, k: Tensor, block_n: int, args: Arguments) -> dict[str, bool]:
