@@ -70,6 +70,8 @@ class ForwardConfig:
     shared_out: bool = flag(False)
     apart: bool = flag(False, tuned=(True, False))
     ends: bool = flag(False)
+    rows_ahead: bool = flag(False, tuned=(True, False))
+    asks_early: bool = flag(False, tuned=(True, False))
 
     def __post_init__(self) -> None:
         check(self)
@@ -113,7 +115,7 @@ FORWARD: dict[tuple[int, bool], ForwardConfig] = {
 
 # Of fewer rows than LONG_ROWS, with a causal mask or not: four consumers have room for blocks of 64 keys.
 SHORT_64 = {
-    causal: replace(FORWARD[64, causal], consumers=4, block_n=64, num_stages=4, heads=16, turns=False)
+    causal: replace(FORWARD[64, causal], consumers=4, block_n=64, num_stages=4, heads=64, turns=False, apart=False, rows_ahead=True, asks_early=True)
     for causal in (False, True)
 }
 BOUNDED_64 = ForwardConfig(2, 128, apart=True)  # where registers of three consumers do not suffice

@@ -140,6 +140,7 @@ def constants_of(config: Any, q: Tensor, k: Tensor, band: Band, args: Arguments)
         ALIBI=args.alibi_slopes is not None,
         COUNTED=counted,
         EARLY=config.shared_out or (bounds["SHORT"] and counted and config.consumers == 2),
+        ASKS_EARLY=config.asks_early,
         SPARE=config.ends and bounds["HAS_RIGHT"] and not bounds["PACKED"],
         HEADS=heads_of(q.shape[0] * q.shape[1], config.heads),
         TURNS=config.turns,
@@ -147,7 +148,7 @@ def constants_of(config: Any, q: Tensor, k: Tensor, band: Band, args: Arguments)
         LATE_SUM=config.late_sum,
         LAZY=config.lazy_rescale,
         SHARED_OUT=config.shared_out,
-        ROW_SLOTS=config.consumers + config.shared_out,
+        ROW_SLOTS=config.consumers * (1 + config.rows_ahead) + config.shared_out,
     )
 
 

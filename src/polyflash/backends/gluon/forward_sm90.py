@@ -148,6 +148,7 @@ class Constants(NamedTuple):
     WHOLE: bool = False  # rows see every key of every block
     COUNTED: bool = False  # the next tile comes from a counter in global memory
     EARLY: bool = False  # consumers find the next tile beside the last product of this one
+    ASKS_EARLY: bool = False  # the producer alone does
     SPARE: bool = False  # see schedule.py
     HEADS: int = 4
     TURNS: bool = True
@@ -241,8 +242,8 @@ def attend_all(out, ring, rows, board, done, t, n, c, WG: gl.constexpr):
 def load_tiles(q, k, v, ring, rows, board, t, n, c, i_n, i_round, MENDING: gl.constexpr):
     """Producer: K and V of every block into the ring, and Q of every tile once its first keys are asked
     for."""
-    EARLY: gl.constexpr = c.EARLY and not MENDING
-    KNOWN: gl.constexpr = EARLY and c.PACKED
+    EARLY: gl.constexpr = (c.EARLY or c.ASKS_EARLY) and not MENDING
+    KNOWN: gl.constexpr = c.EARLY and c.PACKED and not MENDING
     i_last = n.total
     i_t = first_tile(t, n, MENDING, c)
     if KNOWN:
