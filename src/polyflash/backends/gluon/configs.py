@@ -62,7 +62,7 @@ class ForwardConfig:
     block_n: int = option(64, 128, switched=())
     num_stages: int = option(2, 3, 4, default=2, switched=())
     order: str = option("counter", "zigzag", "tiles", default="counter", tuned=("counter", "zigzag", "tiles"))
-    heads: int = option(1, 2, 4, 8, 16, 64, default=4, tuned=(1, 4, 8))
+    heads: int = option(1, 2, 4, 8, 16, 32, 64, 128, 512, default=4, tuned=(1, 4, 8))
     turns: bool = flag(True, tuned=(True, False))
     pinned: str = option("", "maxima", "softmax", default="", tuned=("", "maxima", "softmax"))
     late_sum: bool = flag(True, tuned=(True, False))
@@ -115,7 +115,16 @@ FORWARD: dict[tuple[int, bool], ForwardConfig] = {
 
 # Of fewer rows than LONG_ROWS, with a causal mask or not: four consumers have room for blocks of 64 keys.
 SHORT_64 = {
-    causal: replace(FORWARD[64, causal], consumers=4, block_n=64, num_stages=4, heads=64, turns=False, apart=False, rows_ahead=True, asks_early=True)
+    causal: replace(
+        FORWARD[64, causal],
+        consumers=4,
+        block_n=64,
+        num_stages=4,
+        heads=64 if causal else 4,
+        turns=False,
+        apart=False,
+        rows_ahead=True,
+    )
     for causal in (False, True)
 }
 BOUNDED_64 = ForwardConfig(2, 128, apart=True)  # where registers of three consumers do not suffice
