@@ -74,7 +74,7 @@ from polyflash.backends.gluon.places import (
     rows_seen,
     tile_in,
 )
-from polyflash.backends.gluon.schedule import consumer_row, first_row, fixed_tile, key_blocks, tile_of
+from polyflash.backends.gluon.schedule import fixed_tile, key_blocks, tile_of
 from polyflash.backends.gluon.scores import change_scores
 from polyflash.backends.gluon.shim import accumulator, held, packed, pinned, stored
 from polyflash.backends.gluon.softmax import LOWEST, SUMS, new_maxima, online_softmax, store_lse
@@ -119,7 +119,6 @@ class Numbers(NamedTuple):
     left: Any  # and from i + left on; None without HAS_LEFT
     factor: Any  # of scores in an exponent of 2
     members: Any  # packed; else None
-    spare: Any  # see schedule.py; None without SPARE
     into_cap: Any  # what makes a product of q and k a part of softcap; None without one
     softcap: Any
     position: Any  # of row 0 among the keys, as far as they reach, and how much further; None without ALIBI
@@ -148,15 +147,13 @@ class Constants(NamedTuple):
     WHOLE: bool = False  # rows see every key of every block
     COUNTED: bool = False  # the next tile comes from a counter in global memory
     EARLY: bool = False  # consumers find the next tile beside the last product of this one
-    ASKS_EARLY: bool = False  # the producer alone does
-    SPARE: bool = False  # see schedule.py
-    HEADS: int = 4
+    HEADS: int = 4  # see schedule.py
     TURNS: bool = True
     PINNED: str = ""  # what is complete before the product beside it is waited for
     LATE_SUM: bool = False  # weights of a row are added up across threads behind the last block
     LAZY: bool = False  # older sums are scaled once the maximum has grown by 2^SLACK
     SHARED_OUT: bool = False  # the output leaves through the memory of Q
-    ROW_SLOTS: int = 2  # of 64 rows of Q: one per consumer, and one ahead where the output takes them
+    ROW_SLOTS: int = 2  # of 64 rows of Q: one or two per consumer, and one ahead where the output takes them
     FIRST: bool = True  # a launch makes every tile
     MENDS: bool = True  # and, or alone, those that have marks again
     LEVEL: int = 0  # blocks whose sums stay in tensor cores, of products of 8 bits
@@ -242,8 +239,8 @@ def attend_all(out, ring, rows, board, done, t, n, c, WG: gl.constexpr):
 def load_tiles(q, k, v, ring, rows, board, t, n, c, i_n, i_round, MENDING: gl.constexpr):
     """Producer: K and V of every block into the ring, and Q of every tile once its first keys are asked
     for."""
-    EARLY: gl.constexpr = (c.EARLY or c.ASKS_EARLY) and not MENDING
-    KNOWN: gl.constexpr = c.EARLY and c.PACKED and not MENDING
+    EARLY: gl.constexpr = c.EARLY and not MENDING
+    KNOWN: gl.constexpr = EARLY and c.PACKED
     i_last = n.total
     i_t = first_tile(t, n, MENDING, c)
     if KNOWN:
@@ -254,8 +251,7 @@ def load_tiles(q, k, v, ring, rows, board, t, n, c, i_n, i_round, MENDING: gl.co
             i_last = i_t
         i_bh, i_m = tile_of(i_t, n, c.HEADS, c.HAS_RIGHT)
         place = place_in(i_m, member, t, n, c) if KNOWN else place_of(i_bh, i_m, t, n, c)
-        first = first_row(place.i_m, n, c)
-        end, count, _, _ = key_blocks(first, 0, place, c, c.BLOCK_M)
+        end, count, _, _ = key_blocks(place.i_m * c.BLOCK_M, 0, place, c, c.BLOCK_M)
         i_b, i_h = i_bh // n.num_heads, i_bh % n.num_heads
         for j in range(count):
             slot, at = i_n % c.STAGES, (i_b, i_h // n.group, place.first_k + (end - 1 - j) * c.BLOCK_N)
@@ -266,7 +262,7 @@ def load_tiles(q, k, v, ring, rows, board, t, n, c, i_n, i_round, MENDING: gl.co
                     i_q = rows_number(i_round, i, c)
                     i_slot = i_q % c.ROW_SLOTS
                     mbarrier.wait(rows.free.index(i_slot), phase(i_q, c.ROW_SLOTS) ^ 1)
-                    at_q = i_b, i_h, place.first_q + consumer_row(first, i, n, c)
+                    at_q = i_b, i_h, place.first_q + place.i_m * c.BLOCK_M + i * 64
                     load_slot(q, at_q, rows.full.index(i_slot), rows.q, i_slot, c)
             if EARLY:  # noqa: SIM102  a branch of the compiler, then one of the kernel
                 if j == count - 1:
@@ -378,16 +374,14 @@ def attend_tiles(out, ring, rows, board, t, n, c, i_n, i_round, WG: gl.constexpr
         if not EARLY:
             i_bh, i_m = tile_of(i_t, n, c.HEADS, c.HAS_RIGHT)
         place = place_in(i_m, member, t, n, c) if KNOWN else place_of(i_bh, i_m, t, n, c)
-        first = first_row(place.i_m, n, c)
-        i_row = consumer_row(first, WG, n, c)
+        first = place.i_m * c.BLOCK_M
+        i_row = first + WG * 64
         tile_end, tile_count, _, _ = key_blocks(first, 0, place, c, c.BLOCK_M)
         end, count, masked, bare = key_blocks(i_row, tile_end - tile_count, place, c, 64)
         o_row = i_row + gl.arange(0, 64, layout=row)
         p_marks = t.marks + i_bh.to(gl.int64) * n.num_tiles * c.BLOCK_M + o_row
         if c.PACKED:
             p_marks += (i_m - place.i_m) * c.BLOCK_M
-        if c.SPARE:
-            p_marks += i_m * c.BLOCK_M + WG * 64 - i_row
         seen = rows_seen(o_row, p_marks, i_bh % n.num_heads, place, t, n, c, MENDING)
         i_q = rows_number(i_round, WG, c)
         i_slot = i_q % c.ROW_SLOTS

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from polyflash.backends.gluon.schedule import band, first_row, tile_of
+from polyflash.backends.gluon.schedule import band, tile_of
 from polyflash.backends.gluon.shim import accumulator, keep_where
 
 NONE, BELOW, BOTH = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)  # ends that a block may hide
@@ -108,7 +108,7 @@ def place_of(i_bh, i_m, t, n, c):
     i_b = i_bh // n.num_heads
     if c.PACKED:
         i_b, i_m = find_member(i_m, t.cu_seqlens_q, n.seqlen_q, n, c.BLOCK_M)
-    return stand(i_b, i_m, first_row(i_m, n, c), t, n, c)
+    return stand(i_b, i_m, i_m * c.BLOCK_M, t, n, c)
 
 
 @gluon.jit

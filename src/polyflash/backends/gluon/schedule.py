@@ -38,23 +38,6 @@ def tile_of(i_t, n, heads, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
-def first_row(i_m, n, c):
-    """The first row of a tile. With SPARE a plane's last tile ends where its rows do, not its first one at 0:
-    tiles of more rows than a key block has keys then have fewer blocks under a causal mask."""
-    return i_m * c.BLOCK_M - n.spare if c.SPARE else i_m * c.BLOCK_M
-
-
-@gluon.jit
-def consumer_row(i_row, WG: gl.constexpr, n, c):
-    """The first row of a consumer whose tile begins at i_row; one that is not there for rows before 0."""
-    i_row += WG * 64
-    if c.SPARE:  # noqa: SIM102  a branch of the compiler, then one of the kernel
-        if i_row < 0:
-            i_row += n.num_tiles * c.BLOCK_M
-    return i_row
-
-
-@gluon.jit
 def fixed_tile(i_round, i_p, programs):
     """The tile of a program in one round of a fixed schedule: from one end in even rounds, from the other in
     odd ones, so that the longest tiles meet the shortest."""
