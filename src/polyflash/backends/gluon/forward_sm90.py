@@ -462,9 +462,7 @@ def attend_sm90(t, n, c, q, k, v, out, q_rest, k_rest, v_rest, out_rest):
 @gluon.jit
 def start_roles(q, k, v, out, t, n, c):
     b_q = slots(q, c.ROW_SLOTS, 64, c)
-    b_out = b_q
-    if not c.SHARED_OUT:
-        b_out = slots(q, c.CONSUMERS, 64, c)
+    b_out = b_q if c.SHARED_OUT else slots(q, c.CONSUMERS, 64, c)
     rows = Rows(b_q, b_out, barriers(c.ROW_SLOTS, 1), barriers(c.ROW_SLOTS, 1))
     b_k, b_v = slots(k, c.STAGES, c.BLOCK_N, c), slots(v, c.STAGES, c.BLOCK_N, c)
     ring = Ring(b_k, b_v, barriers(c.STAGES, 1), barriers(c.STAGES, 1))
