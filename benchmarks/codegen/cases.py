@@ -228,7 +228,7 @@ def every_case() -> tuple[Case, ...]:
             arch = tables.ARCHS[targets.parse(gpu).arch]
             for d, hides in tables.LONG.get((arch.family, 2), {}):
                 made.append(case("bfloat16", d, "long-causal" if hides else "long"))
-    return (*made, *GLUON, *CODES, *EIGHTS, *CODED_ROWS)
+    return (*made, *GLUON, *LONG, *CODES, *EIGHTS, *CODED_ROWS)
 
 
 _KINDS = "full", "causal", "ragged", "window", "lens", "packed", "capped", "alibi"
@@ -236,6 +236,9 @@ GLUON = tuple(
     Case(phase, "cuda:sm90", "bfloat16", d, problem, "gluon")
     for phase, dims in ((Phase.FORWARD, 4), (Phase.BACKWARD, 2))
     for problem, d in product(_KINDS, gluon_configs.HEAD_DIMS[:dims])
+)
+LONG = tuple(  # of three consumers
+    Case(Phase.FORWARD, "cuda:sm90", "bfloat16", 64, problem, "gluon") for problem in ("long", "long-causal")
 )
 CODES = tuple(
     Case(Phase.FORWARD, "cuda:sm90", "bfloat16", d, problem, "gluon")

@@ -109,8 +109,10 @@ def test_boxes_hold_the_head_dim(dims: int):
     [
         (64, 0, 4096, 1023, 4, "under 1024 keys of head_dim 64"),
         (64, 0, 4096, 1024, 4, ""),
-        (64, 1, 4096, 2047, 4, "under 2048 keys of head_dim 64"),
-        (64, 1, 4096, 2048, 4, ""),
+        (64, 1, 4096, 1023, 4, "under 1024 keys of head_dim 64"),
+        (64, 1, 1024, 1024, 4, "256 tiles of 256 rows leave some of 132 cores idle"),
+        (64, 1, 1024, 1024, 7, ""),
+        (64, 1, 2048, 2048, 2, ""),
         (128, 0, 4096, 1023, 4, "under 1024 keys of head_dim 128"),
         (128, 1, 1024, 1024, 4, ""),
         (256, 0, 4096, 1024, 4, ""),
@@ -190,9 +192,31 @@ def test_operands_are_made_such_that_the_kernel_takes_them():
         assert given.scale > 1e-37 and torch.equal(made.float() * given.scale, wanted)
 
 
+def test_short_calls_at_64():
+    """Four consumers where they were measured to be ahead, and heads by the keys that have to stay near."""
+    spec = replace(SPEC, head_dim=64, seqlen_q=1024)
+    full, causal = (configs.choose_forward(replace(spec, causal=c), HOPPER) for c in (False, True))
+    assert causal is configs.SHORT_CAUSAL_64 and full is configs.FORWARD[64, False]
+    for features in ({Feature.KV_LENS}, {Feature.SINKS}):
+        bound = replace(spec, causal=True, features=frozenset(features))
+        assert configs.choose_forward(bound, HOPPER).consumers == 3
+    long = replace(spec, causal=True, seqlen_q=4096)
+    assert configs.choose_forward(long, HOPPER) is configs.FORWARD[64, True]
+    for planes, rows, four in ((128, 1024, True), (64, 2048, True), (512, 1024, True), (256, 2048, False)):
+        assert (configs.of_sizes(full, planes, rows, 132) is configs.SHORT_64) == four, (planes, rows)
+    assert configs.of_sizes(full, 2, 4096, 132) is full and configs.of_sizes(causal, 128, 1024, 132) is causal
+    heads = {keys: configs.side_by_side(causal, keys) for keys in (64, 1024, 1025, 2048, 2049, 4095, 1 << 20)}
+    assert list(heads.values()) == [32, 32, 16, 16, 8, 8, 8]
+    assert configs.side_by_side(full, 1 << 20) == full.heads
+
+
 def test_configs_are_checked():
     with pytest.raises(SpecError, match="consumers"):
         configs.ForwardConfig(4, 128)
+    with pytest.raises(SpecError, match="consumers"):
+        replace(configs.SHORT_64, turns=True)
+    short = replace(SPEC, head_dim=64, causal=True, seqlen_q=1024)
+    assert all(config.consumers == 4 for config in configs.candidates(short, HOPPER))
     for (head_dim, causal), config in configs.FORWARD.items():
         spec = replace(SPEC, head_dim=head_dim, causal=causal)
         chosen, *others = configs.candidates(spec, HOPPER)

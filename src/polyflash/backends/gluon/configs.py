@@ -1,9 +1,9 @@
 """How the Gluon engine is cut up, and which calls it is for. Pure arithmetic, no DSL.
 
 Provenance of `FORWARD`: up to 192 channels what was quickest of this kernel on an H100, at 256 of a
-prototype on an H200, in bfloat16 at 1k to 16k keys; `apart` on an H100 at 1k to 8k; of `BACKWARD` and
-`BOUNDED_64`: of those that were tried on an H200. `LEAST_KEYS`, `LEAST_CAUSAL` and `LEAST_KEYS_OF` are from
-races with the Triton rows:
+prototype on an H200, in bfloat16 at 1k to 16k keys; `apart` on an H100 at 1k to 8k; of `SHORT_CAUSAL_64` and
+`SHORT_64`: on an H100, at 1k, 2k and 4k; of `BACKWARD` and `BOUNDED_64`: of those that were tried on an H200.
+`LEAST_KEYS`, `FEW_CAUSAL` and `LEAST_KEYS_OF` are from races with the Triton rows:
 docs/results/2026-11-26-h100-gluon.md, docs/results/2026-11-25-h100-gluon.md,
 docs/results/2026-11-24-h200-gluon.md; offsets per request from docs/results/2026-11-26-h100-groups.md.
 """
@@ -13,9 +13,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from polyflash.backends.gpu.configs import check, flag, option, varied
+from polyflash.backends.gpu.configs import CHANGE, check, flag, option, varied
+from polyflash.errors import spec_error
 from polyflash.quant.scheme import Block, Codes, codes_of
-from polyflash.spec import MANY_KEYS, SMALL_ROWS, Feature, Phase
+from polyflash.spec import LONG_ROWS, MANY_KEYS, SMALL_ROWS, Feature, Phase
 from polyflash.target import release
 
 if TYPE_CHECKING:
@@ -31,9 +32,10 @@ _F = Feature
 BOUNDS = frozenset({_F.CAUSAL, _F.Q_OFFSET, _F.WINDOW, _F.KV_LENS, _F.KV_STARTS, _F.VARLEN})
 CHANGES = frozenset({_F.SOFTCAP, _F.SINKS, _F.ALIBI})
 ROWS = 64  # of a consumer
-# By channels of a box, and with a causal mask: below, it is behind the Triton row, or nobody has measured.
+MOST_AHEAD = 128  # head dim with room for the rows of two tiles
+# By channels of a box: below, it is behind the Triton row, or nobody has measured.
 LEAST_KEYS = {64: 1024, 128: 1024, 192: 1024, 256: 1024}
-LEAST_CAUSAL = LEAST_KEYS | {64: 2048}
+FEW_CAUSAL = {64: (2048, 3)}  # under so many keys it takes so many tiles a core
 # The same of features, for packed members by their mean; what is not here is behind, or was not timed.
 LEAST_KEYS_OF: dict[tuple[Phase, int], dict[Feature, int]] = {
     (Phase.FORWARD, 64): {_F.ALIBI: 1024},
@@ -53,25 +55,35 @@ class ForwardConfig:
     """consumers: warpgroups of 64 rows that share a tile, beside the warp that loads. block_n: keys of a
     block. num_stages: slots of K and of V. order: "counter" gives a program that has none left the next tile
     from a counter in memory, "zigzag" walks a fixed list from alternate ends, "tiles" starts a program for
-    each. heads: so many heads' tiles are started side by side. turns: consumers take turns to issue products.
+    each. heads: so many heads' tiles are started side by side, see `side_by_side`. turns: consumers take
+    turns to issue products, for which four leave no barriers.
     pinned: the rows' maxima, or all of the softmax, are complete before the product that runs beside it is
     waited for. late_sum and lazy_rescale as the Triton engine's. shared_out: the output leaves through the
-    memory of Q. apart: tiles with marks are mended in a launch of its own."""
+    memory of Q. apart: tiles with marks are mended in a launch of its own. rows_ahead: Q of the next tile has
+    memory of its own, so it comes while this one is multiplied."""
 
-    consumers: int = option(2, 3, switched=())
+    consumers: int = option(2, 3, 4, switched=())
     block_n: int = option(64, 128, switched=())
-    num_stages: int = option(2, 3, default=2, switched=())
+    num_stages: int = option(2, 3, 4, default=2, switched=())
     order: str = option("counter", "zigzag", "tiles", default="counter", tuned=("counter", "zigzag", "tiles"))
-    heads: int = option(1, 2, 4, 8, default=4, tuned=(1, 4, 8))
-    turns: bool = flag(True, tuned=(True, False))
+    heads: int = option(1, 2, 4, 8, 32, default=4, tuned=(1, 4, 8))
+    turns: bool = flag(True, tuned=(True, False), needs=lambda config, turns, *_: config.consumers < 4)
     pinned: str = option("", "maxima", "softmax", default="", tuned=("", "maxima", "softmax"))
     late_sum: bool = flag(True, tuned=(True, False))
     lazy_rescale: bool = flag(False, tuned=(True, False))
     shared_out: bool = flag(False)
     apart: bool = flag(False, tuned=(True, False))
+    rows_ahead: bool = flag(
+        False,
+        tuned=(True, False),
+        needs=lambda config, ahead, spec, _: spec.head_dim <= MOST_AHEAD and spec.phase is Phase.FORWARD,
+    )
 
     def __post_init__(self) -> None:
         check(self)
+        if self.consumers == 4 and (self.turns or self.block_n > ROWS):
+            wanted = "block_n 64 and no turns with 4, whose registers and barriers do not suffice otherwise"
+            raise spec_error("consumers", got=4, wanted=wanted, change=CHANGE)
 
     @property
     def block_m(self) -> int:
@@ -110,6 +122,18 @@ FORWARD: dict[tuple[int, bool], ForwardConfig] = {
 }
 
 
+# Four consumers have registers for blocks of 64 keys; their tiles of 256 rows are as many as 1,024 rows fill.
+_FOUR: dict[str, Any] = {
+    "consumers": 4,
+    "block_n": 64,
+    "num_stages": 4,
+    "turns": False,
+    "apart": False,
+    "rows_ahead": True,
+}
+SHORT_CAUSAL_64 = replace(FORWARD[64, True], heads=32, **_FOUR)  # of fewer rows than LONG_ROWS
+SHORT_64 = replace(FORWARD[64, False], **_FOUR)  # where `of_sizes` says so
+COST_OF_FOUR = 1.1  # of a row, where all cores are busy, for 1 of three consumers
 BOUNDED_64 = ForwardConfig(2, 128, apart=True)  # where registers of three consumers do not suffice
 
 
@@ -173,8 +197,30 @@ def choose_forward(spec: AttentionSpec, target: Target) -> ForwardConfig:
     config = FORWARD[box, spec.causal or not spec.features.isdisjoint(like_causal)]
     if box == 64 and not spec.features.isdisjoint(like_causal | {_F.SOFTCAP}):
         config = BOUNDED_64
+    elif box == 64 and spec.causal and spec.seqlen_q < LONG_ROWS and not _special(spec):
+        config = SHORT_CAUSAL_64
     counted = not spec.features.isdisjoint({_F.KV_LENS, _F.VARLEN}) and config.order == "zigzag"
     return replace(config, order="counter") if counted else config
+
+
+def of_sizes(config: ForwardConfig, planes: int, rows: int, cores: int) -> ForwardConfig:
+    """The config, or four consumers instead, of a call without a mask of so many planes (batch times heads)
+    and rows, if that takes less time: cores make tiles in rounds, and the last one may be of few."""
+    if config != FORWARD[64, False] or rows >= LONG_ROWS:
+        return config
+
+    def cost(c: ForwardConfig) -> int:
+        return -(-planes * -(-rows // c.block_m) // cores) * c.block_m
+
+    return SHORT_64 if COST_OF_FOUR * cost(SHORT_64) < cost(config) else config
+
+
+def side_by_side(config: ForwardConfig, keys: int) -> int:
+    """Heads whose tiles are started side by side. Of many the keys have to stay in the L2 cache, so there are
+    as many up to 1,024 keys, and fewer of more."""
+    if config.heads <= 8 or keys <= 1024:
+        return config.heads
+    return 1 << max(3, ((config.heads << 10) // keys).bit_length() - 1)
 
 
 def refuses(spec: AttentionSpec, target: Target) -> str:
@@ -233,12 +279,13 @@ def _too_padded(spec: AttentionSpec) -> str:
 def leaves_sizes(spec: AttentionSpec, target: Target, sizes: tuple[int, int, int]) -> str:
     """Why a call of this batch, seqlen_q and seqlen_k is left; "" if it fills the device with this kernel."""
     batch, seqlen_q, seqlen_k = sizes
-    least = LEAST_CAUSAL if spec.causal else LEAST_KEYS
-    if few := _too_few_keys(spec, seqlen_k, least[box_of(spec.head_dim)]):
+    box = box_of(spec.head_dim)
+    if few := _too_few_keys(spec, seqlen_k, LEAST_KEYS[box]):
         return few
-    rows = choose_forward(spec, target).block_m
+    rows = choose_forward(replace(spec, seqlen_q=seqlen_q), target).block_m
     tiles = batch * spec.num_q_heads * -(-seqlen_q // rows)
-    if tiles < target.cores:
+    keys, share = FEW_CAUSAL.get(box, (0, 1)) if spec.causal else (0, 1)
+    if tiles < target.cores * (share if seqlen_k < keys else 1):
         return f"{tiles} tiles of {rows} rows leave some of {target.cores} cores idle"
     return ""
 

@@ -43,6 +43,7 @@ class Ready(NamedTuple):
     kinds: tuple[Any, ...]  # what kernels are compiled for, beside alignment
     marks: tuple[int, ...]  # their shape
     programs: int
+    config: configs.ForwardConfig  # the route's, or what is quicker for such sizes
     widths: tuple[int, ...]  # channels of a box, or of two
     boxed: tuple[bool, ...]  # can TMA reach q, k, v and out where they are?
     plain: bool  # no operands
@@ -78,9 +79,12 @@ class Prepared:
     ) -> Ready:
         batch, num_heads, seqlen_q, _ = q.shape
         members, packed = sizes_of(q, k, args)[0], args.cu_seqlens_q is not None
-        num_tiles, _ = tile_count(seqlen_q, self.config.block_m, members, packed)
+        band, plain = band_of(seqlen_q, k.shape[2], args), operands_of(args, k) == NO_OPERANDS
+        config = self.config
+        if plain and not band.bounded:
+            config = configs.of_sizes(config, batch * num_heads, seqlen_q, self.cores)
+        num_tiles, _ = tile_count(seqlen_q, config.block_m, members, packed)
         total, (inverse, shift) = batch * num_heads * num_tiles, inverse_of(num_tiles)
-        band = band_of(seqlen_q, k.shape[2], args)
         softcap, alibi = min(max(args.softcap, SOFTCAPS[0]), SOFTCAPS[1]), args.alibi_slopes is not None
         near, rest = position_of(seqlen_q, k.shape[2], args)
         numbers = Numbers(
@@ -102,9 +106,9 @@ class Prepared:
             rest=rest if alibi else None,
             scale=scale_of(q.shape[3], args) if alibi else None,
         )
-        constants = constants_of(self.config, q, k, band, args)
+        constants = constants_of(config, q, k, band, args)
         launches: tuple[Constants, ...] = (constants,)
-        if self.config.apart:
+        if config.apart:
             again = constants._replace(FIRST=False, COUNTED=False, EARLY=False)
             launches = constants._replace(MENDS=False), again
         reached = tuple(map(is_boxed, (q, k, v, out)))
@@ -113,11 +117,12 @@ class Prepared:
             numbers=numbers,
             launches=tuple(runtime.compiled_in(c) for c in launches),
             kinds=(constants, runtime.signature(v_strides), lse is None),
-            marks=(batch * num_heads, num_tiles, self.config.block_m),
-            programs=total if self.config.order == "tiles" else min(total, self.cores),
+            marks=(batch * num_heads, num_tiles, config.block_m),
+            programs=total if config.order == "tiles" else min(total, self.cores),
+            config=config,
             widths=configs.parts_of(q.shape[3]),
             boxed=reached,
-            plain=operands_of(args, k) == NO_OPERANDS,
+            plain=plain,
         )
 
 
@@ -139,13 +144,13 @@ def constants_of(config: Any, q: Tensor, k: Tensor, band: Band, args: Arguments)
         ALIBI=args.alibi_slopes is not None,
         COUNTED=counted,
         EARLY=config.shared_out or (bounds["SHORT"] and counted and config.consumers == 2),
-        HEADS=heads_of(q.shape[0] * q.shape[1], config.heads),
+        HEADS=heads_of(q.shape[0] * q.shape[1], configs.side_by_side(config, k.shape[2])),
         TURNS=config.turns,
         PINNED=config.pinned,
         LATE_SUM=config.late_sum,
         LAZY=config.lazy_rescale,
         SHARED_OUT=config.shared_out,
-        ROW_SLOTS=config.consumers + config.shared_out,
+        ROW_SLOTS=config.consumers * (1 + config.rows_ahead) + config.shared_out,
     )
 
 
@@ -212,7 +217,7 @@ def attend_call(
     prepared: Prepared, ready: Ready, qkv: Sequence[Tensor], out: Tensor, lse: Tensor | None, args: Arguments
 ) -> None:
     """Launches the kernel, and the second one that mends rows that the first marked."""
-    (q, k, v), config, n = qkv, prepared.config, ready.numbers
+    (q, k, v), config, n = qkv, ready.config, ready.numbers
     marks = runtime.scratch(ready.marks, q.device, torch.int8)
     words = runtime.words(q.device)
     of_rows, of_keys = configs.ROWS, config.block_n

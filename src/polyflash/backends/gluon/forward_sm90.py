@@ -153,7 +153,7 @@ class Constants(NamedTuple):
     LATE_SUM: bool = False  # weights of a row are added up across threads behind the last block
     LAZY: bool = False  # older sums are scaled once the maximum has grown by 2^SLACK
     SHARED_OUT: bool = False  # the output leaves through the memory of Q
-    ROW_SLOTS: int = 2  # of 64 rows of Q: one per consumer, and one ahead where the output takes them
+    ROW_SLOTS: int = 2  # of 64 rows of Q: one or two per consumer, and one ahead where the output takes them
     FIRST: bool = True  # a launch makes every tile
     MENDS: bool = True  # and, or alone, those that have marks again
     LEVEL: int = 0  # blocks whose sums stay in tensor cores, of products of 8 bits
@@ -462,9 +462,7 @@ def attend_sm90(t, n, c, q, k, v, out, q_rest, k_rest, v_rest, out_rest):
 @gluon.jit
 def start_roles(q, k, v, out, t, n, c):
     b_q = slots(q, c.ROW_SLOTS, 64, c)
-    b_out = b_q
-    if not c.SHARED_OUT:
-        b_out = slots(q, c.CONSUMERS, 64, c)
+    b_out = b_q if c.SHARED_OUT else slots(q, c.CONSUMERS, 64, c)
     rows = Rows(b_q, b_out, barriers(c.ROW_SLOTS, 1), barriers(c.ROW_SLOTS, 1))
     b_k, b_v = slots(k, c.STAGES, c.BLOCK_N, c), slots(v, c.STAGES, c.BLOCK_N, c)
     ring = Ring(b_k, b_v, barriers(c.STAGES, 1), barriers(c.STAGES, 1))
@@ -484,6 +482,14 @@ def start_roles(q, k, v, out, t, n, c):
             (attend_all, (out, ring, rows, board, done, t, n, c, 1)),
             (load_all, (q, k, v, ring, rows, board, done, t, n, c)),
         ], [4, 1], [240, 24])  # fmt: skip
+    elif c.CONSUMERS == 4:
+        gl.warp_specialize([
+            (attend_all, (out, ring, rows, board, done, t, n, c, 0)),
+            (attend_all, (out, ring, rows, board, done, t, n, c, 1)),
+            (attend_all, (out, ring, rows, board, done, t, n, c, 2)),
+            (attend_all, (out, ring, rows, board, done, t, n, c, 3)),
+            (load_all, (q, k, v, ring, rows, board, done, t, n, c)),
+        ], [4, 4, 4, 1], [112, 112, 112, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (attend_all, (out, ring, rows, board, done, t, n, c, 0)),
