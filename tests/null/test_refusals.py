@@ -32,6 +32,7 @@ from polyflash import (
     torch_ops,
 )
 from polyflash.backends.cpu import backward_configs, configs, decode_configs, runtime
+from polyflash.backends.gluon import configs as gluon_configs
 from polyflash.backends.metal import configs as metal_configs
 from polyflash.backends.torch import configs as torch_configs
 from polyflash.backends.triton import config_types, tiles
@@ -312,6 +313,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "backward int": lambda: backward_configs.BackwardConfig(64.0, 4),
     "backward block_n": lambda: backward_configs.BackwardConfig(17, 4),
     "backward panels": lambda: backward_configs.BackwardConfig(64, 0),
+    "gluon consumers": lambda: gluon_configs.ForwardConfig(4, 128),
     "metal chunks": lambda: metal_configs.ForwardConfig(16, 16, split_exp=4),
     "metal forward's splits": lambda: metal_configs.ForwardConfig(16, 16, split_keys=64),
     "metal split_keys": lambda: metal_configs.DecodeConfig(8, 16, 100),
