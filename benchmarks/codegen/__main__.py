@@ -178,8 +178,8 @@ def load() -> dict[str, Any]:
 
 
 def kernels(case: Case, once: frozenset[str] = ONCE) -> Iterator[tuple[str, Report]]:
-    """Compiles what the case launches; the id of its entry, and its report. A call's second launch of a
-    kernel ends in -2. once: kernels to compile at head dim 128 alone."""
+    """Compiles what the case launches, those of `once` at head dim 128 alone; the id of its entry, and its
+    report. A call's second launch of a kernel ends in -2."""
     times: Counter[str] = Counter()
     for kernel, arguments, options in case.launches():
         name = kernel.fn.__name__
@@ -280,8 +280,8 @@ def main() -> int:
     if asked.record and not asked.reason.strip():
         parser.error("--record needs --reason: the file changes for a reason, which it keeps")
     recorded, version, told = load(), triton.__version__, []
-    once = ONCE if asked.every else BY_DEFAULT_ONCE
-    for case in every_case() if asked.every else default_cases():
+    cases, once = (every_case(), ONCE) if asked.every else (default_cases(), BY_DEFAULT_ONCE)
+    for case in cases:
         compiled = []
         for entry, found in kernels(case, once) if fnmatchcase(case.id, asked.only) else ():
             compiled.append((case, entry, found))
