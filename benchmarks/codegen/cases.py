@@ -272,7 +272,7 @@ def must_be_clean(case: Case) -> bool:
 
 
 def default_cases() -> tuple[Case, ...]:
-    """One of every target; of every feature one, on one GPU of each vendor or of NVIDIA alone. Of what must
+    """One of every target; of every feature one, on one GPU of each vendor or on one alone. Of what must
     be clean there are causal at 128 and full at 64: the other two of those four differ in nothing more."""
     return tuple(c for c in every_case() if c in _SINGLE)
 
