@@ -50,6 +50,7 @@ TILE = ("block_m", "block_n", "num_warps", "num_stages")
 SLACK = 1.1  # instructions: code may grow by a tenth
 WITHOUT_PRODUCTS = frozenset(("center", "finish_dq", "merge_splits", "round_rows", "turn_values"))
 ONCE = WITHOUT_PRODUCTS | {"make_dkv-2"}  # at head dim 128 alone: it says enough of them
+BY_DEFAULT_ONCE = ONCE | {"attend_sm90-2"}  # and these by default, as they take longest
 _SASS = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)", re.M)
 _AMD = re.compile(r"^\t([a-z]\w+)", re.M)  # labels and directives begin otherwise
 _LIMITS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
@@ -135,12 +136,12 @@ def report(compiled: Compiled) -> Report:
         with tempfile.TemporaryDirectory() as folder:  # disassembled by the tool in Triton's wheel
             path = Path(folder, "kernel.cubin")
             path.write_bytes(kernel.asm["cubin"])
-            command = [knobs.nvidia.cuobjdump.path, "-sass", str(path)]
+            command = [knobs.nvidia.nvdisasm.path, "-c", "-ndf", str(path)]  # without its data flow: quicker
             sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         counts, matrix = Counter(_SASS.findall(sass)), "MMA"
         said, limits = re.search(r"Used (\d+) registers", log), _LIMITS.search(log)
         if said is None or limits is None or not counts:
-            raise RuntimeError(f"ptxas or cuobjdump said nothing that is known here:\n{log}\n{sass[:400]}")
+            raise RuntimeError(f"ptxas or nvdisasm said nothing that is known here:\n{log}\n{sass[:400]}")
         used, stack, *spilled_bytes = int(said[1]), *map(int, limits.groups())
         rest = {"spill_bytes": sum(spilled_bytes), "stack_bytes": stack}
         rest |= {"local_accesses": counts["LDL"] + counts["STL"]}
@@ -176,15 +177,15 @@ def load() -> dict[str, Any]:
     return json.loads(FILE.read_text(encoding="utf-8"))
 
 
-def kernels(case: Case) -> Iterator[tuple[str, Report]]:
-    """Compiles what the case launches; the id of its entry, and its report. A call's second launch of a
-    kernel ends in -2."""
+def kernels(case: Case, once: frozenset[str] = ONCE) -> Iterator[tuple[str, Report]]:
+    """Compiles what the case launches, those of `once` at head dim 128 alone; the id of its entry, and its
+    report. A call's second launch of a kernel ends in -2."""
     times: Counter[str] = Counter()
     for kernel, arguments, options in case.launches():
         name = kernel.fn.__name__
         times[name] += 1
         name += f"-{times[name]}" if times[name] > 1 else ""
-        if name not in ONCE or case.head_dim == 128:
+        if name not in once or case.head_dim == 128:
             yield f"{case.id}/{name}", report(compile_for(kernel, arguments, options, case.target))
 
 
@@ -279,9 +280,10 @@ def main() -> int:
     if asked.record and not asked.reason.strip():
         parser.error("--record needs --reason: the file changes for a reason, which it keeps")
     recorded, version, told = load(), triton.__version__, []
-    for case in every_case() if asked.every else default_cases():
+    cases, once = (every_case(), ONCE) if asked.every else (default_cases(), BY_DEFAULT_ONCE)
+    for case in cases:
         compiled = []
-        for entry, found in kernels(case) if fnmatchcase(case.id, asked.only) else ():
+        for entry, found in kernels(case, once) if fnmatchcase(case.id, asked.only) else ():
             compiled.append((case, entry, found))
             wrong = complaints(recorded, version, entry, found, case)
             told += wrong

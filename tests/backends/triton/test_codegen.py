@@ -49,7 +49,7 @@ compiles = pytest.mark.skipif(
 )
 
 
-RECORDED = script.load()
+RECORDED, COMPILE = script.load(), script.compile_for
 CLEAN_REPORT = script.Report(registers=100, shared_bytes=1024, instructions=1000, matrix={"HGMMA": 8})
 HOPPER = Case(Phase.FORWARD, "cuda:sm90", "bfloat16", 128, "causal")
 
@@ -75,14 +75,26 @@ def sampled(cases: Iterable[Case]) -> list[Any]:
     sampled(c for c in GLUON if c.problem in ("full", "causal", "window") or c in default_cases()),
     ids=lambda case: case.id,
 )
-def test_kernels_of_the_gluon_engine(case: Case):
+def test_kernels_of_the_gluon_engine(case: Case, monkeypatch: pytest.MonkeyPatch):
     """As recorded; each consumer has the products of a first block, a loop for every kind of blocks and a
-    last one, and once more to mend tiles."""
-    kernels = tuple(script.kernels(case))
+    last one, and once more to mend tiles. Named barriers of the compiler are none that the kernel takes."""
+    texts: list[str] = []
+
+    def compile_for(*call: Any) -> script.Compiled:
+        made = COMPILE(*call)
+        texts.append(made.kernel.asm["ptx"])
+        return made
+
+    monkeypatch.setattr(script, "compile_for", compile_for)
+    kernels = tuple(script.kernels(case, script.BY_DEFAULT_ONCE))
     for kernel in kernels:
         assert not script.complaints(RECORDED, triton.__version__, *kernel, case)
     config, head_dim = case.config(), case.head_dim
-    found = next(found for entry, found in kernels if entry.endswith("_sm90"))
+    text, found = next(
+        (text, found) for text, (entry, found) in zip(texts, kernels, strict=True) if entry.endswith("_sm90")
+    )
+    taken = {int(n) for n in re.findall(r"\bbar(?:rier)?\.(?:sync|arrive)\s+(\d+)", text)}
+    assert taken and max(taken) < channel.RESERVED.value + getattr(config, "consumers", 2)
     if case.phase is Phase.BACKWARD:  # a block has dq, of all keys, and four of 64 keys and rows
         loops = {"full": 1, "window": 3}.get(case.problem, 2)
         block = 8 + 2 * (4 + head_dim // 16)
@@ -113,17 +125,6 @@ def test_products_of_codes(case: Case):
     config, passes = case.config(), 2 + (case.problem != "codes")
     products = passes * config.consumers * (case.head_dim + config.block_n) // 32
     assert kernels[f"{case.id}/attend_fp8"].matrix == {"QGMMA": products}
-
-
-@compiles
-@pytest.mark.parametrize("case", (GLUON[0], GLUON[-6]), ids=lambda case: case.id)
-def test_named_barriers_of_the_gluon_engine(case: Case):
-    """Those of the compiler are none that the kernel takes."""
-    kernel, arguments, options = next(x for x in case.launches() if x.kernel.__name__.endswith("_sm90"))
-    text = script.compile_for(kernel, arguments, options, case.target).kernel.asm["ptx"]
-    taken = {int(n) for n in re.findall(r"\bbar(?:rier)?\.(?:sync|arrive)\s+(\d+)", text)}
-    consumers = getattr(case.config(), "consumers", 2)
-    assert taken and max(taken) < channel.RESERVED.value + consumers
 
 
 @compiles
