@@ -101,7 +101,7 @@ def test_gradients_of_one_part_travel_as_they_are(ranks: int, monkeypatch: pytes
     kernels round each part, as those of Hopper do."""
     for of in (ring, exchange):
         monkeypatch.setattr(of, "widened", lambda x: x)
-    monkeypatch.setattr(calls, "_plans", {})  # full of other tests' plans it is emptied, and what it knows lost
+    monkeypatch.setattr(calls, "_plans", {})  # full ones are emptied, and what they know is lost
     monkeypatch.setattr(
         works, "launch_of", lambda *given: (torch_ops._route(Phase.BACKWARD, *given, given[3]), given[3])
     )
