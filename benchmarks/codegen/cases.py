@@ -152,7 +152,8 @@ class Case:
     def config(self) -> Any:
         choose = gluon_configs.CHOOSE[self.phase] if self.backend == "gluon" else configs.choose
         choose = gluon_configs.choose_fp8 if self.has_codes else choose
-        config, p = choose(self.spec(), self.target), PROBLEMS[self.problem]
+        p = PROBLEMS[self.problem]
+        config: Any = choose(self.spec(), self.target)
         if self.backend == "gluon" and self.phase is Phase.FORWARD and not p.options:
             planes = p.batch * p.query_heads
             return gluon_configs.of_sizes(config, planes, p.seqlen_q, self.target.cores)
