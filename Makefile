@@ -22,9 +22,10 @@ TRITON_TESTS := tests/conformance tests/backends/triton --ignore=$(CODEGEN_TESTS
 	tests/api/test_groups.py::test_each_group_is_attention_of_its_own -k triton
 WEBGPU_TESTS := tests/conformance tests/backends/webgpu --rows webgpu
 # For SwiftShader: without the test of 70,000 packed members, and that of a forked child, which launches nothing.
-WITHOUT_LONG := -k 'not B_big_10 and not fork_after_use'
+SHORTER := not B_big_10 and not fork_after_use
+WITHOUT_LONG := -k '$(SHORTER)'
 # Nor, by default, the conformance suite in 16 bits, which lavapipe runs; tests/backends/webgpu has them on both.
-FOR_SWIFTSHADER = $(if $(SLOW),$(WITHOUT_LONG),-k 'not B_big_10 and not fork_after_use and not (webgpu- and float16)')
+FOR_SWIFTSHADER = -k '$(SHORTER)$(if $(SLOW),, and not (webgpu- and float16))'
 GPU_TESTS := tests/conformance tests/backends/triton tests/api/test_gpu_calls.py --ignore=$(CODEGEN_TESTS) \
 	--rows triton
 METAL_TESTS := tests/backends/metal tests/conformance --rows metal

@@ -199,7 +199,7 @@ class Attention(torch.autograd.Function):
         if number:
             asked = sum(1 << i for i, need in enumerate(needs) if need)
             said = {"function": KINDS.index("backward"), "number of the call": number, "gradients": asked}
-            said["rows of q"] = int(call.known.get(NARROW, False))
+            said["rows of q"] = int(call.known.get(NARROW, False))  # each rank its own
             agreed = begin(call.team, words_of(said))
         if not (bias is sinks is None):
             call = replace(call, args=call.args._replace(bias=bias, sinks=sinks))
