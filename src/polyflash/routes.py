@@ -5,6 +5,7 @@ tensors, in a call that nobody but a kernel would see."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
@@ -120,7 +121,7 @@ def longest_class(args: Arguments) -> tuple[int | None, bool | None]:
 
 # The gate
 
-_compiling, _tracing = torch.compiler.is_compiling, torch._C._get_tracing_state
+compiling, _tracing = torch.compiler.is_compiling, torch._C._get_tracing_state
 _modes, _transform = torch._C._len_torch_dispatch_stack, torch._C._functorch.peek_interpreter_stack
 _autocasting, _strided = torch.is_autocast_enabled, torch.strided
 _KINDS = (Tensor, torch.nn.Parameter)
@@ -136,7 +137,7 @@ def quiet(q: Tensor, *others: Any, trained: bool = False) -> tuple[Any, ...] | N
     with `trained`, differentiated, and whose tensors are ordinary ones of one CPU or GPU, as far as their
     attributes tell; else None. At its end is True if the call is differentiated. Whoever runs a kernel for
     the first time asks `is_plain` too, which takes longer."""
-    if _compiling() or _tracing() is not None or _transform() is not None or _modes():
+    if compiling() or _tracing() is not None or _transform() is not None or _modes():
         return None
     if profiler._is_profiler_enabled or forward_ad._current_level >= 0:
         return None
@@ -158,6 +159,24 @@ def quiet(q: Tensor, *others: Any, trained: bool = False) -> tuple[Any, ...] | N
             return None
         kinds.append(True)
     return tuple(kinds)
+
+
+def unwatched() -> bool:
+    """Does nobody see a call of tensors that are `alike`? Modes, traces and casts show in dispatch keys."""
+    seen = profiler._is_profiler_enabled or forward_ad._current_level >= 0
+    return not seen and saved_hooks(False) is None
+
+
+def alike(*tensors: Tensor) -> Callable[..., bool] | None:
+    """Tells whether as many tensors have the type, dtype, device, sizes and strides of these, need gradients
+    where these do now, and would be dispatched as they: to the same kernels, through the same modes, traces
+    and casts of their thread. It is what guards compiled graphs; None if torch has none, or one is twice."""
+    make = getattr(torch._C._dynamo.guards, "TensorGuards", None)
+    if make is None or len(set(map(id, tensors))) < len(tensors):
+        return None
+    sizes, strides = [list(x.shape) for x in tensors], [list(x.stride()) for x in tensors]
+    found = make(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+    return found.check  # type: ignore[no-any-return]
 
 
 def is_plain(x: Any) -> bool:

@@ -263,29 +263,39 @@ class Launches:
         return True
 
 
-class Replay(NamedTuple):
+class Replay:
     """The launches of a forward call, and room for its results."""
 
-    launches: Launches
-    place: tuple[Any, Any] | None  # shape and strides of out; None: those of q
-    rows: tuple[Any, Any] | None  # of lse, if that is wanted
+    def __init__(self, launches: Launches, out: Tensor, lse: Tensor | None) -> None:
+        """The results of a call, `lse` if it is wanted."""
+        self.launches, self.start = launches, launches.start
+        self.empty = _empty_of(out.device)
+        self.place, self.rows = _kind_of(out), None if lse is None else _kind_of(lse)
 
     def __call__(self, tensors: tuple[Tensor, ...], device: torch.device) -> Any:
         """(out, lse), or None where the driver does not start a kernel."""
-        q, k, v, *pages = tensors
-        table, lens = (x.data_ptr() for x in pages) if pages else (0, 0)
+        q, k, v = tensors[:3]
+        table, lens = (tensors[TABLE].data_ptr(), tensors[LENS].data_ptr()) if len(tensors) > 3 else (0, 0)
         addresses = [q.data_ptr(), k.data_ptr(), v.data_ptr(), table, lens]
         if (addresses[Q] | addresses[K] | addresses[V] | table | lens) & _ALIGNED:
             return None
-        if self.place is None:
-            out = torch.empty_like(q)
-        else:
-            out = torch.empty_strided(*self.place, dtype=q.dtype, device=device)
-        lse = NO_LSE
-        if self.rows is not None:
-            lse = torch.empty_strided(*self.rows, dtype=torch.float32, device=device)
+        out = self.empty(*self.place)
+        lse = NO_LSE if self.rows is None else self.empty(*self.rows)
         addresses += out.data_ptr(), lse.data_ptr()
-        return (out, lse) if self.launches.start(addresses, device) else None
+        return (out, lse) if self.start(addresses, device) else None
+
+
+def _kind_of(x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
+    return tuple(x.shape), x.stride(), x.dtype
+
+
+def _empty_of(device: torch.device) -> Callable[..., Tensor]:
+    """Makes an empty tensor of a shape, strides and a dtype on `device`, which is current, as compiled graphs
+    do: `torch.empty_strided` passes the dispatcher and takes twice as long."""
+    found = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}", None)
+    if found is not None:
+        return found  # type: ignore[no-any-return]
+    return lambda shape, strides, kind: torch.empty_strided(shape, strides, dtype=kind, device=device)
 
 
 class Repeat:
@@ -329,9 +339,7 @@ class Repeat:
         rows = lse if args.need_lse else None
         launches = _launches(log, (*tensors[:TABLE], *(others or (None, None)), out, rows), {})
         if launches is not None:
-            alike = tensors[Q].shape == out.shape and tensors[Q].is_contiguous()
-            place = None if alike else (out.shape, out.stride())
-            self.replay = Replay(launches, place, None if rows is None else (rows.shape, rows.stride()))
+            self.replay = Replay(launches, out, rows)
         self.recorded = True
         return out, lse
 
