@@ -20,7 +20,7 @@ from polyflash.counting import Tally
 from polyflash.entry import Bound
 from polyflash.plan import Launch
 from polyflash.quant.tensor import QuantizedTensor
-from polyflash.routes import alike, backend_in_use, compiling, quiet, unwatched
+from polyflash.routes import alike, backend_in_use, compiling, quiet, tracing, unwatched
 from polyflash.spec import DECODE_ROWS, MANY_KEYS, MOST_POSITIONS, is_decode
 from polyflash.storages import span
 
@@ -124,12 +124,12 @@ def of_codes(
 
 def seen(q: Tensor, k: Tensor, v: Any, options: Key) -> Repeat | None:
     """Repeats a call on a GPU that needs no key: torch compares all that `key_of` asks in one go."""
-    if compiling():
+    if compiling() or tracing() is not None:
         return None
-    for check, backend, repeat in _known.get((options, q.shape, k.shape), ()):
-        if check(q, k, v):
+    for check, kinds, repeat in _known.get((options, q.shape, k.shape), ()):
+        if check(q, k, v) and kinds[1] == backend_in_use.get() and unwatched():
             found: Repeat = repeat
-            return found if backend == backend_in_use.get() and unwatched() else None
+            return None if kinds[-1] is True and not torch.is_grad_enabled() else found
     return None
 
 
@@ -139,10 +139,10 @@ def call(key: Key | None, *tensors: Any, repeat: Repeat | None = None) -> Result
         repeat = None if key is None else _known.get(key)
         if repeat is None:
             return None
-    for x, size in zip(tensors, repeat.reaches, strict=False):
+    for x, size in zip(tensors, repeat.reaches, strict=False):  # as `hold`, and not a call more
         first = x.storage_offset()
         if (first and first * x.itemsize) + size > x.untyped_storage().nbytes():
-            return None  # see storages.py
+            return None
     results = repeat(*tensors)
     if results is not None:
         repeat.tally.count()
@@ -185,7 +185,7 @@ def learn(key: Key, launch: Launch, bound: Bound, lens: Tensor | None) -> None:
         if q.is_cuda and lens is args.cu_seqlens_q is None and q.dtype is not torch.float32:  # not of TF32
             check, sizes = alike(q, k, v), (key[1], q.shape, k.shape)
             others = _known.get(sizes, ())[: _KEPT_CHECKS - 1]
-            _known[sizes] = others if check is None else ((check, key[0][1], repeat), *others)
+            _known[sizes] = others if check is None else ((check, key[0], repeat), *others)
     _known[key] = repeat
 
 

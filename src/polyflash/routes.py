@@ -121,7 +121,7 @@ def longest_class(args: Arguments) -> tuple[int | None, bool | None]:
 
 # The gate
 
-compiling, _tracing = torch.compiler.is_compiling, torch._C._get_tracing_state
+compiling, tracing = torch.compiler.is_compiling, torch._C._get_tracing_state
 _modes, _transform = torch._C._len_torch_dispatch_stack, torch._C._functorch.peek_interpreter_stack
 _autocasting, _strided = torch.is_autocast_enabled, torch.strided
 _KINDS = (Tensor, torch.nn.Parameter)
@@ -129,7 +129,7 @@ _KINDS = (Tensor, torch.nn.Parameter)
 
 def unobserved() -> bool:
     """Would nobody but a kernel see an op now: no mode, profiler or trace?"""
-    return not (_modes() or profiler._is_profiler_enabled) and _tracing() is None
+    return not (_modes() or profiler._is_profiler_enabled) and tracing() is None
 
 
 def quiet(q: Tensor, *others: Any, trained: bool = False) -> tuple[Any, ...] | None:
@@ -137,7 +137,7 @@ def quiet(q: Tensor, *others: Any, trained: bool = False) -> tuple[Any, ...] | N
     with `trained`, differentiated, and whose tensors are ordinary ones of one CPU or GPU, as far as their
     attributes tell; else None. At its end is True if the call is differentiated. Whoever runs a kernel for
     the first time asks `is_plain` too, which takes longer."""
-    if compiling() or _tracing() is not None or _transform() is not None or _modes():
+    if compiling() or tracing() is not None or _transform() is not None or _modes():
         return None
     if profiler._is_profiler_enabled or forward_ad._current_level >= 0:
         return None
@@ -162,21 +162,24 @@ def quiet(q: Tensor, *others: Any, trained: bool = False) -> tuple[Any, ...] | N
 
 
 def unwatched() -> bool:
-    """Does nobody see a call of tensors that are `alike`? Modes, traces and casts show in dispatch keys."""
+    """Does nobody see a call of tensors that are `alike`? Modes and casts show in their dispatch keys."""
     seen = profiler._is_profiler_enabled or forward_ad._current_level >= 0
     return not seen and saved_hooks(False) is None
 
 
 def alike(*tensors: Tensor) -> Callable[..., bool] | None:
-    """Tells whether as many tensors have the type, dtype, device, sizes and strides of these, need gradients
-    where these do now, and would be dispatched as they: to the same kernels, through the same modes, traces
-    and casts of their thread. It is what guards compiled graphs; None if torch has none, or one is twice."""
-    make = getattr(torch._C._dynamo.guards, "TensorGuards", None)
-    if make is None or len(set(map(id, tensors))) < len(tensors):
+    """Tells whether as many tensors have type, dtype, device, sizes, strides and `requires_grad` of these,
+    and would be dispatched as they: to the same kernels, through the same modes and casts of their thread. It
+    is what guards compiled graphs; None if this torch has it not, or one tensor is there twice."""
+    if len(set(map(id, tensors))) < len(tensors):
         return None
     sizes, strides = [list(x.shape) for x in tensors], [list(x.stride()) for x in tensors]
-    found = make(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
-    return found.check  # type: ignore[no-any-return]
+    try:
+        guards: Any = torch._C._dynamo.guards.TensorGuards
+        made = guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+    except (AttributeError, TypeError):
+        return None
+    return made.check  # type: ignore[no-any-return]
 
 
 def is_plain(x: Any) -> bool:

@@ -171,8 +171,13 @@ def trained(repeat: Any, launch: Launch, q: Tensor, k: Tensor, v: Tensor, args: 
 
         @staticmethod
         def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
-            needs = *ctx.needs_input_grad, False, False
-            return _gradients_of(ctx, args, gradients, needs, dout, dlse)[:3]
+            needs = ctx.needs_input_grad
+            if gradients.again is not None and dout is not None and all(needs):
+                made = gradients.again(ctx.saved_tensors, dout, dlse, args)
+                if made is not None:
+                    gradients.tally.count()
+                    return made
+            return _gradients_of(ctx, args, gradients, (*needs, False, False), dout, dlse)[:3]
 
     apply: Any = Known.apply  # type: ignore[attr-defined]
 
@@ -452,12 +457,7 @@ class _Attention(_SingleLevelFunction):
 
 
 def _gradients_of(
-    ctx: Any,
-    args: Arguments,
-    launch: Any,
-    needs: tuple[bool, ...],
-    dout: Tensor | None,
-    dlse: Tensor | None,
+    ctx: Any, args: Arguments, launch: Any, needs: tuple[bool, ...], dout: Tensor | None, dlse: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     """Gradients of the five differentiable operands, None where there `needs` to be none."""
     q, k, v, out, lse, *others = ctx.saved_tensors

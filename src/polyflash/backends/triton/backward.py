@@ -319,6 +319,7 @@ def run(
     prepared = launch.prepared
     if prepared is None:
         prepared = launch.prepared = Prepared(launch)
+        launch.again = prepared.gradients.again
     q, k, v, out, dout = reachable(q, k, v, out, dout)
     given = q, k, v, out, dout, lse, dlse
     need_bias, need_sinks = needs[3] and args.bias is not None, needs[4] and args.sinks is not None

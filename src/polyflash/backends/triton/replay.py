@@ -13,7 +13,9 @@ import ctypes
 import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import reduce
 from itertools import chain, islice
+from operator import or_
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -21,6 +23,8 @@ import triton
 
 from polyflash.backends.triton import runtime
 from polyflash.results import NO_LSE, outputs
+from polyflash.routes import alike, unwatched
+from polyflash.storages import hold, span
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,6 +48,7 @@ _SCRATCH_UNIT = 256  # bytes
 _MOST_ROOM = 32 << 20  # bytes that a stream keeps for calls to come
 _KEPT_ROOMS = 16
 _KEPT_CALLS = 256  # backward, of a route
+_KEPT_CHECKS = 4  # of these sizes
 _ALIGNED = 15  # bits of an address for which the kernel was compiled
 
 
@@ -363,10 +368,19 @@ def _is_current(device: torch.device) -> bool:
     return device.type == "cuda" and device.index == torch._C._cuda_getDevice()
 
 
-def _like(x: Tensor, given: Sequence[Any]) -> int:
-    """Place among `given` of a tensor whose `empty_like` is room for `x`; -1: there is none."""
-    alike = (i for i, y in enumerate(given) if y is not None and y.shape == x.shape and y.dtype is x.dtype)
-    return next((i for i in alike if torch.empty_like(given[i], device="meta").stride() == x.stride()), -1)
+class Found:
+    """The launches of a backward call, and room for what it makes."""
+
+    def __init__(self, launches: Launches, made: tuple[Tensor | None, ...]) -> None:
+        self.launches = launches
+        self.places = tuple(x if x is None else (_empty_of(x.device), *_kind_of(x)) for x in made)
+
+    def __call__(self, given: tuple[Tensor | None, ...], device: torch.device) -> Any:
+        """What the call makes, or None where the driver does not start a kernel."""
+        made = tuple([x and x[0](*x[1:]) for x in self.places])
+        addresses = [0 if x is None else x.data_ptr() for x in (*given, *made)]
+        odd = reduce(or_, addresses) & _ALIGNED
+        return None if odd or not self.launches.start(addresses, device) else made
 
 
 class Calls:
@@ -374,20 +388,36 @@ class Calls:
     is recorded, the others are replayed."""
 
     def __init__(self) -> None:
-        self.known: dict[Any, tuple[Launches, tuple[Any, ...]] | None] = {}
+        self.known: dict[Any, Found | None] = {}
+        self.seen: dict[Any, tuple[Any, ...]] = {}  # by sizes: what tells a call without its key
         self.met: set[Any] = set()
         # arguments, none of them a tensor, and their part of keys
         self.last: tuple[Any, tuple[Any, ...]] = (None, ())
 
+    def again(self, saved: tuple[Tensor, ...], dout: Tensor, dlse: Tensor | None, args: Arguments) -> Any:
+        """dq, dk and dv of a call like one of the last, all three wanted, for whom torch compares in one go
+        what `torch_ops` and a key ask; None if it is to be made as others. `saved`: q, k, v, out, lse."""
+        q, k, v, out, lse = saved
+        given = (q, k, v, out, dout, lse) if dlse is None else (q, k, v, out, dout, lse, dlse)
+        for check, known, reaches, found in self.seen.get((q.shape, k.shape, dlse is None), ()):
+            if known is args and check(*given):
+                device = q.device
+                if not _is_current(device) or runtime.hooked() or torch.is_grad_enabled() or not unwatched():
+                    return None
+                return found((*given, None)[:7], device) if hold(given, reaches) else None
+        return None
+
     def __call__(
-        self, given: tuple[Tensor | None, ...], args: Any, make: Callable[[], Any], needs: Any = None
+        self, given: tuple[Tensor | None, ...], args: Any, make: Callable[[], Any], needs: Sequence[bool]
     ) -> Any:
         """Tensors, or None, in a tuple: what `make` returns, all of it made of `given`, `args`, `needs`. Of
-        `given`, whose first are q and k, the dtypes are the route's and shapes follow from those two; some
-        may be written to."""
-        device = given[0].device  # type: ignore[union-attr]
+        `given`, q, k, v, out, dout, lse and dlse, the dtypes are the route's and shapes follow from q and k;
+        some may be written to."""
+        q, k, *_ = given
+        device = q.device  # type: ignore[union-attr]
         if not _is_current(device) or runtime.hooked() or runtime.recording():
             return make()
+        sizes = q.shape, k.shape, given[-1] is None  # type: ignore[union-attr]
         last, numbers = self.last
         if args is not last:
             tensors = tuple(x for x in args if isinstance(x, torch.Tensor))
@@ -395,28 +425,32 @@ class Calls:
             given += tensors
             if not tensors:
                 self.last = args, numbers
-        shapes = given[0].shape, given[1].shape  # type: ignore[union-attr]
         names = [id(x) for x in given if x is not None]  # one tensor twice: another call may have it as two
         same = () if len(set(names)) == len(names) else tuple(map(names.index, names))
-        key = numbers, needs, shapes, same, *[x if x is None else x.stride() for x in given]
+        key = numbers, tuple(needs), sizes, same, *[x if x is None else x.stride() for x in given]
         if key not in self.known:
             return self._meet(key, given, make)
         found = self.known[key]
         if found is None:
             return make()
-        launches, places = found
-        made = tuple([x if x is None else torch.empty_like(given[x]) for x in places])
-        addresses = [0 if x is None else x.data_ptr() for x in (*given, *made)]
-        bits = 0
-        for address in addresses:
-            bits |= address
-        return make() if bits & _ALIGNED or not launches.start(addresses, device) else made
+        if args is last and all(needs[:3]) and not any(needs[3:]):
+            self._see(sizes, args, [x for x in given if x is not None], found)
+        return found(given, device) or make()
+
+    def _see(self, sizes: Any, args: Any, given: list[Tensor], found: Found) -> None:
+        """Has calls like this one, which came again, found by `again`."""
+        others = self.seen.get(sizes, ())
+        if any(known is args and made is found for _, known, _, made in others):
+            return
+        check = alike(*given)
+        if check is not None:
+            self.seen[sizes] = ((check, args, tuple(map(span, given)), found), *others[: _KEPT_CHECKS - 1])
 
     def _meet(self, key: Any, given: tuple[Any, ...], make: Callable[[], Any]) -> Any:
         if key not in self.met:
             if len(self.met) >= _KEPT_CALLS:
-                self.met.clear()
-                self.known.clear()
+                for kept in (self.met, self.known, self.seen):
+                    kept.clear()
             self.met.add(key)
             return make()
         with runtime.recorded() as log:
@@ -424,6 +458,5 @@ class Calls:
         tensors = (*given, *made)
         sources = {id(x): i for i, x in enumerate(tensors) if x is not None}
         launches = _launches(log, tensors, sources)
-        places = tuple(x if x is None else _like(x, given) for x in made)
-        self.known[key] = None if launches is None or -1 in places else (launches, places)
+        self.known[key] = None if launches is None else Found(launches, made)
         return made
