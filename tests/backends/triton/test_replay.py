@@ -447,6 +447,27 @@ def test_gradients_of_a_call_like_one_of_the_last_need_no_key(driver, monkeypatc
     assert again(*given) is None
 
 
+def test_what_makes_nothing_is_replayed_once(driver, monkeypatch):
+    """A forward call writes to what it is given."""
+    driver.kinds = ["*", "i32", "i64", "i32"] * 2
+    monkeypatch.setattr(replay, "_is_current", lambda device: True)
+    calls, args, whole = replay.Calls(), Arguments(), []
+    for _ in range(4):
+        q, _, out = tensors()
+
+        def make(q=q, out=out):
+            whole.append(q)
+            if runtime._recorder.log is not None:
+                code = compiled({"q": VIEW, "out": VIEW})
+                runtime._recorder.log.started.append(
+                    runtime.Started(code, (3, 2, 1), (view_of(q), view_of(out)))
+                )
+            return ()
+
+        assert calls((q, q, None, None, None, out, None), args, make) == ()
+    assert len(whole) == 2 and len(driver.seen) == 2 and not calls.seen
+
+
 def test_gradients_of_which_not_all_are_wanted_have_keys(driver, monkeypatch):
     monkeypatch.setattr(replay, "_is_current", lambda device: True)
     calls, args = replay.Calls(), Arguments(need_lse=True)

@@ -85,7 +85,7 @@ def run(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """dq, dk, dv, all three made whatever `needs` says, None for bias, which this row does not take, and
     dsinks."""
-    prepared = launch.prepared
+    prepared: Prepared | None = launch.prepared
     if prepared is None:
         prepared = launch.prepared = Prepared(launch)
         launch.again = prepared.gradients.again

@@ -316,7 +316,7 @@ def run(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """dq, dk, dv, dbias, dsinks, each with its operand's shape and the dtype of `gradient_kinds`; None where
     `needs` is False."""
-    prepared = launch.prepared
+    prepared: Prepared | None = launch.prepared
     if prepared is None:
         prepared = launch.prepared = Prepared(launch)
         launch.again = prepared.gradients.again

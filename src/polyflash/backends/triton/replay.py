@@ -391,8 +391,8 @@ class Calls:
         self.known: dict[Any, Found | None] = {}
         self.seen: dict[Any, tuple[Any, ...]] = {}  # by sizes: what tells a call without its key
         self.met: set[Any] = set()
-        # arguments, none of them a tensor, and their part of keys
-        self.last: tuple[Any, tuple[Any, ...]] = (None, ())
+        # by sizes, the last arguments without a tensor, and their part of keys
+        self.last: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
 
     def again(self, saved: tuple[Tensor, ...], dout: Tensor, dlse: Tensor | None, args: Arguments) -> Any:
         """dq, dk and dv of a call like one of the last, all three wanted, for whom torch compares in one go
@@ -408,23 +408,23 @@ class Calls:
         return None
 
     def __call__(
-        self, given: tuple[Tensor | None, ...], args: Any, make: Callable[[], Any], needs: Sequence[bool]
+        self, given: tuple[Any, ...], args: Any, make: Callable[[], Any], needs: Sequence[bool] = ()
     ) -> Any:
         """Tensors, or None, in a tuple: what `make` returns, all of it made of `given`, `args`, `needs`. Of
-        `given`, q, k, v, out, dout, lse and dlse, the dtypes are the route's and shapes follow from q and k;
-        some may be written to."""
+        `given`, whose first are q and k, the dtypes are the route's and shapes follow from those two; some
+        may be written to. Those of gradients, which alone have `needs`, are q, k, v, out, dout, lse, dlse."""
         q, k, *_ = given
-        device = q.device  # type: ignore[union-attr]
+        device = q.device
         if not _is_current(device) or runtime.hooked() or runtime.recording():
             return make()
-        sizes = q.shape, k.shape, given[-1] is None  # type: ignore[union-attr]
-        last, numbers = self.last
+        sizes = q.shape, k.shape, given[-1] is None
+        last, numbers = self.last.get(sizes, (None, ()))
         if args is not last:
             tensors = tuple(x for x in args if isinstance(x, torch.Tensor))
             numbers = tuple((x.dtype, x.shape) if isinstance(x, torch.Tensor) else x for x in args)
             given += tensors
             if not tensors:
-                self.last = args, numbers
+                self.last[sizes] = args, numbers
         names = [id(x) for x in given if x is not None]  # one tensor twice: another call may have it as two
         same = () if len(set(names)) == len(names) else tuple(map(names.index, names))
         key = numbers, tuple(needs), sizes, same, *[x if x is None else x.stride() for x in given]
@@ -433,9 +433,10 @@ class Calls:
         found = self.known[key]
         if found is None:
             return make()
-        if args is last and all(needs[:3]) and not any(needs[3:]):
+        if args is last and needs and all(needs[:3]) and not any(needs[3:]):
             self._see(sizes, args, [x for x in given if x is not None], found)
-        return found(given, device) or make()
+        made = found(given, device)
+        return make() if made is None else made
 
     def _see(self, sizes: Any, args: Any, given: list[Tensor], found: Found) -> None:
         """Has calls like this one, which came again, found by `again`."""
@@ -449,7 +450,7 @@ class Calls:
     def _meet(self, key: Any, given: tuple[Any, ...], make: Callable[[], Any]) -> Any:
         if key not in self.met:
             if len(self.met) >= _KEPT_CALLS:
-                for kept in (self.met, self.known, self.seen):
+                for kept in (self.met, self.known, self.seen, self.last):
                     kept.clear()
             self.met.add(key)
             return make()
