@@ -18,9 +18,10 @@ from polyflash import entry, torch_ops
 from polyflash.arguments import int32_of
 from polyflash.counting import Tally
 from polyflash.entry import Bound
+from polyflash.likeness import alike, unwatched
 from polyflash.plan import Launch
 from polyflash.quant.tensor import QuantizedTensor
-from polyflash.routes import alike, backend_in_use, compiling, quiet, tracing, unwatched
+from polyflash.routes import backend_in_use, compiling, quiet, tracing
 from polyflash.spec import DECODE_ROWS, MANY_KEYS, MOST_POSITIONS, is_decode
 from polyflash.storages import span
 

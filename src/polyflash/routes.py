@@ -5,7 +5,6 @@ tensors, in a call that nobody but a kernel would see."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
@@ -159,27 +158,6 @@ def quiet(q: Tensor, *others: Any, trained: bool = False) -> tuple[Any, ...] | N
             return None
         kinds.append(True)
     return tuple(kinds)
-
-
-def unwatched() -> bool:
-    """Does nobody see a call of tensors that are `alike`? Modes and casts show in their dispatch keys."""
-    seen = profiler._is_profiler_enabled or forward_ad._current_level >= 0
-    return not seen and saved_hooks(False) is None
-
-
-def alike(*tensors: Tensor) -> Callable[..., bool] | None:
-    """Tells whether as many tensors have type, dtype, device, sizes, strides and `requires_grad` of these,
-    and would be dispatched as they: to the same kernels, through the same modes and casts of their thread. It
-    is what guards compiled graphs; None if this torch has it not, or one tensor is there twice."""
-    if len(set(map(id, tensors))) < len(tensors):
-        return None
-    sizes, strides = [list(x.shape) for x in tensors], [list(x.stride()) for x in tensors]
-    try:
-        guards: Any = torch._C._dynamo.guards.TensorGuards
-        made = guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
-    except (AttributeError, TypeError):
-        return None
-    return made.check  # type: ignore[no-any-return]
 
 
 def is_plain(x: Any) -> bool:

@@ -11,7 +11,16 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import polyflash
-from polyflash import SpecError, attention, attention_paged, explain, repeats, routes, torch_ops, use_backend
+from polyflash import (
+    SpecError,
+    attention,
+    attention_paged,
+    explain,
+    likeness,
+    repeats,
+    torch_ops,
+    use_backend,
+)
 from polyflash.counting import Tally
 from polyflash.spec import Arguments, keys_to_share
 from tests.device import DEVICE, generator
@@ -584,7 +593,7 @@ def seen_one():
     q, k, v = (x.requires_grad_() for x in keys(rows=3, dtype=torch.bfloat16))
     options, repeat = (False, False, 0.0, None, None), lambda *tensors: tensors
     kinds = repeats.key_of(q, k, v, options)[0]
-    repeats._known[options, q.shape, k.shape] = ((routes.alike(q, k, v), kinds, repeat),)
+    repeats._known[options, q.shape, k.shape] = ((likeness.alike(q, k, v), kinds, repeat),)
     return (q, k, v), lambda *x: repeats.seen(*x, options) is repeat
 
 
@@ -617,7 +626,7 @@ def test_one_check_sees_what_tensors_are(seen_one):
     }
     for why, x in others.items():
         assert not seen(*x), why
-    assert routes.alike(k, k) is None
+    assert likeness.alike(k, k) is None
 
 
 def test_a_known_call_that_cannot_be_repeated_makes_no_node(monkeypatch):

@@ -22,8 +22,8 @@ import torch
 import triton
 
 from polyflash.backends.triton import runtime
+from polyflash.likeness import alike, unwatched
 from polyflash.results import NO_LSE, outputs
-from polyflash.routes import alike, unwatched
 from polyflash.storages import hold, span
 
 if TYPE_CHECKING:
@@ -376,7 +376,7 @@ class Found:
         self.places = tuple(x if x is None else (_empty_of(x.device), *_kind_of(x)) for x in made)
 
     def __call__(self, given: tuple[Tensor | None, ...], device: torch.device) -> Any:
-        """What the call makes, or None where the driver does not start a kernel."""
+        """Starts them; what the call makes, or None where the driver starts no kernel."""
         made = tuple([x and x[0](*x[1:]) for x in self.places])
         addresses = [0 if x is None else x.data_ptr() for x in (*given, *made)]
         odd = reduce(or_, addresses) & _ALIGNED
