@@ -129,11 +129,13 @@ def attention(
         and (backend is None or type(backend) is str)
     ):
         fixed = causal, return_lse, softcap, scale, backend
+        repeat = repeats.seen(q, k, v, fixed) if q.is_cuda and type(k) is Tensor else None
+        tensors: tuple[Any, ...] = q, k, v
         if type(k) is type(v) is QuantizedTensor:
             key, tensors = repeats.of_codes(q, k, v, fixed)
-        else:
-            key, tensors = repeats.key_of(q, k, v, fixed), (q, k, v)
-        results = repeats.call(key, *tensors)
+        elif repeat is None:
+            key = repeats.key_of(q, k, v, fixed)
+        results = repeats.call(key, *tensors, repeat=repeat)
     if results is None:
         if plain and type(k) is type(v) is Tensor and scale is backend is None and softcap == 0.0:
             bound = Bound(q, k, v, out, Arguments(causal is True, None, return_lse))

@@ -33,6 +33,7 @@ class Launch:
     tally: Any = None  # counts its calls
     contents: bool = True  # have its calls operands whose values say which memory is read?
     prepared: Any = None
+    again: Any = None  # the gradients of a call like one of the last, or None, if its row has a short way
     backward: Launch | None = None  # of the gradients, planned at the first call that needs them
     instead: Launch | None = None  # of calls of its route that its row leaves by their sizes
 

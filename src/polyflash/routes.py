@@ -120,7 +120,7 @@ def longest_class(args: Arguments) -> tuple[int | None, bool | None]:
 
 # The gate
 
-_compiling, _tracing = torch.compiler.is_compiling, torch._C._get_tracing_state
+compiling, tracing = torch.compiler.is_compiling, torch._C._get_tracing_state
 _modes, _transform = torch._C._len_torch_dispatch_stack, torch._C._functorch.peek_interpreter_stack
 _autocasting, _strided = torch.is_autocast_enabled, torch.strided
 _KINDS = (Tensor, torch.nn.Parameter)
@@ -128,7 +128,7 @@ _KINDS = (Tensor, torch.nn.Parameter)
 
 def unobserved() -> bool:
     """Would nobody but a kernel see an op now: no mode, profiler or trace?"""
-    return not (_modes() or profiler._is_profiler_enabled) and _tracing() is None
+    return not (_modes() or profiler._is_profiler_enabled) and tracing() is None
 
 
 def quiet(q: Tensor, *others: Any, trained: bool = False) -> tuple[Any, ...] | None:
@@ -136,7 +136,7 @@ def quiet(q: Tensor, *others: Any, trained: bool = False) -> tuple[Any, ...] | N
     with `trained`, differentiated, and whose tensors are ordinary ones of one CPU or GPU, as far as their
     attributes tell; else None. At its end is True if the call is differentiated. Whoever runs a kernel for
     the first time asks `is_plain` too, which takes longer."""
-    if _compiling() or _tracing() is not None or _transform() is not None or _modes():
+    if compiling() or tracing() is not None or _transform() is not None or _modes():
         return None
     if profiler._is_profiler_enabled or forward_ad._current_level >= 0:
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from operator import mul
 from typing import Any
 
@@ -50,6 +51,15 @@ def stored(*tensors: Any) -> bool:
 def holds(x: Tensor, size: int) -> bool:
     """Does the storage of `x` reach so many bytes from its first element on?"""
     return x.storage_offset() * x.itemsize + size <= x.untyped_storage().nbytes()
+
+
+def hold(tensors: Sequence[Tensor], sizes: Sequence[int]) -> bool:
+    """Does the storage of each tensor reach so many bytes from its first element on?"""
+    for x, size in zip(tensors, sizes, strict=False):
+        first = x.storage_offset()
+        if (first and first * x.itemsize) + size > x.untyped_storage().nbytes():
+            return False
+    return True
 
 
 def check_storages(tensors: dict[str, Any]) -> None:

@@ -151,16 +151,39 @@ def _backward_of(launch: Launch, q: Tensor, k: Tensor, v: Tensor, args: Argument
 
 
 def trained(repeat: Any, launch: Launch, q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> Any:
-    """Repeats a call that is differentiated: the forward pass as `repeat` does it, then its node."""
+    """Repeats a call of q, k and v alone that is differentiated: `repeat` within a node, whose class knows
+    what its calls share."""
     wanted, args = args.need_lse, _chosen_here(args)._replace(need_lse=True)
-    how = args, _backward_of(launch, q, k, v, args), wanted
+    gradients = _backward_of(launch, q, k, v, args)
+
+    class Known(_SingleLevelFunction):
+        launch = gradients
+
+        @staticmethod
+        def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Any:
+            made = repeat(q, k, v)
+            if made is None:
+                return None
+            ctx.save_for_backward(q, k, v, *made)
+            if wanted:
+                ctx.set_materialize_grads(False)
+            return made if wanted else made[0]
+
+        @staticmethod
+        def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
+            needs = ctx.needs_input_grad
+            if gradients.again is not None and dout is not None and all(needs):
+                made = gradients.again(ctx.saved_tensors, dout, dlse, args)
+                if made is not None:
+                    gradients.tally.count()
+                    return made
+            return _gradients_of(ctx, args, gradients, (*needs, False, False), dout, dlse)[:3]
+
+    apply: Any = Known.apply  # type: ignore[attr-defined]
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
-        made = repeat(q, k, v)
-        if made is None:
-            return None
-        results = _apply_made(q, k, v, made, how)
-        return results if wanted else (results, NO_LSE)
+        results = apply(q, k, v)
+        return results if wanted or results is None else (results, NO_LSE)
 
     return call
 
@@ -433,33 +456,8 @@ class _Attention(_SingleLevelFunction):
         return (*_gradients_of(ctx, ctx.args, ctx.launch, ctx.needs_input_grad[:5], dout, dlse), None)
 
 
-class _Made(_SingleLevelFunction):
-    """The same node of a call of q, k and v alone whose results are there; each line of it costs a forward
-    call a percent. `how`: the `Arguments`, the launch of the gradients, and whether the lse is a result."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, made: tuple[Tensor, Tensor], how: tuple[Any, ...]
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        ctx.how = how
-        ctx.save_for_backward(q, k, v, *made)
-        ctx.set_materialize_grads(False)
-        return made if how[2] else made[0]
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        args, launch, _ = ctx.how
-        needs = *ctx.needs_input_grad[:3], False, False
-        return (*_gradients_of(ctx, args, launch, needs, dout, dlse)[:3], None, None)
-
-
 def _gradients_of(
-    ctx: Any,
-    args: Arguments,
-    launch: Any,
-    needs: tuple[bool, ...],
-    dout: Tensor | None,
-    dlse: Tensor | None,
+    ctx: Any, args: Arguments, launch: Any, needs: tuple[bool, ...], dout: Tensor | None, dlse: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     """Gradients of the five differentiable operands, None where there `needs` to be none."""
     q, k, v, out, lse, *others = ctx.saved_tensors
@@ -482,7 +480,6 @@ def _gradients_of(
 
 _SAVED = object()  # stands for a tensor that autograd keeps
 _apply: Any = _Attention.apply  # type: ignore[attr-defined]
-_apply_made: Any = _Made.apply  # type: ignore[attr-defined]
 
 
 for _name, _body, _fake in (

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import polyflash
-from polyflash import routes, torch_ops
+from polyflash import repeats, routes, torch_ops
 from polyflash.counting import Tally
 from polyflash.plan import Launch
 from polyflash.results import NO_LSE, outputs
@@ -160,3 +160,25 @@ def test_known_calls_in_two_launches(rows):
         found = [polyflash.attention(q, k, v) for _ in range(3)]
     side.synchronize()
     assert all(torch.equal(x, out) for x in found)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("lse", [False, True])
+def test_known_calls_of_a_gpu_need_no_key(monkeypatch, lse):
+    """Nor do their gradients, of which all are wanted: the same bits as the whole way's."""
+    q, k, v = (torch.randn(1, 4, 256, 64, device="cuda").bfloat16().requires_grad_() for _ in range(3))
+    cotangents = [torch.randn_like(q), torch.randn(1, 4, 256, device="cuda")][: 1 + lse]
+
+    def call():
+        results = polyflash.attention(q, k, v, return_lse=lse)
+        results = [*results] if lse else [results]
+        return [x.detach() for x in results] + [*torch.autograd.grad(results, (q, k, v), cotangents)]
+
+    want = call()
+    for _ in range(3):
+        call()
+    for module, name in ((repeats, "key_of"), (torch_ops, "_gradients_of"), (torch_ops, "_route")):
+        monkeypatch.setattr(module, name, lambda *_, name=name: pytest.fail(name))
+    for x, y in zip(call(), want, strict=True):
+        assert torch.equal(x, y)

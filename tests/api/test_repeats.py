@@ -11,9 +11,18 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import polyflash
-from polyflash import SpecError, attention, attention_paged, explain, repeats, torch_ops, use_backend
+from polyflash import (
+    SpecError,
+    attention,
+    attention_paged,
+    explain,
+    likeness,
+    repeats,
+    torch_ops,
+    use_backend,
+)
 from polyflash.counting import Tally
-from polyflash.spec import keys_to_share
+from polyflash.spec import Arguments, keys_to_share
 from tests.device import DEVICE, generator
 from tests.tolerance import same_bits
 
@@ -530,3 +539,98 @@ def test_the_key_of_a_packed_call_tells_all_that_it_has(monkeypatch):
         assert repeats.key_of_packed(*other, ()) not in (None, key)
     assert repeats.key_of_packed(*given, (True,)) != key
     assert repeats.key_of_packed(q, k, v, cu_q.long(), cu_k, ()) is None, "kernels read int32"
+
+
+class Watched(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+def mapped(ask):
+    found = []
+    torch.func.vmap(lambda x: (found.append(ask()), x)[1])(torch.zeros(1))
+    return found[0]
+
+
+def differentiated(ask):
+    found = []
+    torch.func.grad(lambda x: (found.append(ask()), x)[1])(torch.zeros(()))
+    return found[0]
+
+
+def traced(ask):
+    found = []
+    torch.jit.trace(lambda x: (found.append(ask()), x)[1], torch.zeros(1), check_trace=False)
+    return found[0]
+
+
+def within(context):
+    def run(ask):
+        with context():
+            return ask()
+
+    return run
+
+
+MOMENTS = {
+    "a mode": within(Watched),
+    "autocast": within(lambda: torch.autocast("cpu", torch.bfloat16)),
+    "inference mode": within(torch.inference_mode),
+    "no_grad": within(torch.no_grad),
+    "saved tensors' hooks": within(lambda: torch.autograd.graph.saved_tensors_hooks(abs, abs)),
+    "forward-mode AD": within(torch.autograd.forward_ad.dual_level),
+    "a profiler": within(torch.autograd.profiler.profile),
+    "another backend": within(lambda: use_backend("torch")),
+    "vmap": mapped,
+    "grad": differentiated,
+    "a trace": traced,
+}
+
+
+@pytest.fixture
+def seen_one():
+    """q, k and v of a call that is known, and whether one is seen as its like. (Calls on a CPU have keys.)"""
+    q, k, v = (x.requires_grad_() for x in keys(rows=3, dtype=torch.bfloat16))
+    options, repeat = (False, False, 0.0, None, None), lambda *tensors: tensors
+    kinds = repeats.key_of(q, k, v, options)[0]
+    repeats._known[options, q.shape, k.shape] = ((likeness.alike(q, k, v), kinds, repeat),)
+    return (q, k, v), lambda *x: repeats.seen(*x, options) is repeat
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_one_check_sees_whatever_a_key_does(seen_one, moment):
+    tensors, seen = seen_one
+    assert seen(*tensors)
+    assert not MOMENTS[moment](lambda: seen(*tensors))
+    assert seen(*tensors)
+
+
+def test_one_check_sees_what_tensors_are(seen_one):
+    (q, k, v), seen = seen_one
+    assert seen(*(x.detach().clone().requires_grad_() for x in (q, k, v)))
+    others = {
+        "dtype": [x.detach().half().requires_grad_() for x in (q, k, v)],
+        "no gradient": [x.detach() for x in (q, k, v)],
+        "a gradient less": [q, k, v.detach()],
+        "device": [x.detach().to("meta").requires_grad_() for x in (q, k, v)],
+        "a parameter": [q, torch.nn.Parameter(k), v],
+        "strides": [q, k.mT.contiguous().mT, v],
+        "rows": [q[:, :, :2], k, v],
+        "keys": [q, k[:, :, :9], v[:, :, :9]],
+        "channels": [q, k, v[..., :32]],
+        "negated": [q, k, torch._neg_view(v)],
+        "zero": [q, k, torch._efficientzerotensor(v.shape, dtype=v.dtype).requires_grad_()],
+        "one twice": [q, k, k],
+        "no tensor": [q, k, None],
+        "an inference tensor": [q, k, within(torch.inference_mode)(lambda: v.detach().clone())],
+    }
+    for why, x in others.items():
+        assert not seen(*x), why
+    assert likeness.alike(k, k) is None
+
+
+def test_a_known_call_that_cannot_be_repeated_makes_no_node(monkeypatch):
+    q, k, v = (x.requires_grad_() for x in keys())
+    monkeypatch.setattr(torch_ops, "_backward_of", lambda *_: None)
+    args = Arguments(False, None, False)
+    assert torch_ops.trained(lambda *_: None, None, q, k, v, args)(q, k, v) is None

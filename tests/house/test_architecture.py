@@ -28,6 +28,7 @@ FLOORS = {
         "validate",
         "results",
         "storages",
+        "likeness",
         "compare",
         "quant.codec",
         "quant.tensor",

@@ -337,7 +337,7 @@ def gradients(driver, monkeypatch):
                 runtime._recorder.log.started.append(runtime.Started(compiled(BACKWARD), (3, 2, 1), given))
             return dq, None
 
-        return known((q, dout, None), args, make)
+        return known((q, dout, None), args, make, (True,))
 
     call.whole, call.driver = 0, driver
     return call
@@ -384,3 +384,103 @@ def test_gradients_of_other_calls_are_recorded_anew(gradients):
     gradients.driver.answer = 201
     gradients(q, dout, 0.5)
     assert gradients.whole == before + 8
+
+
+def test_gradients_of_a_call_like_one_of_the_last_need_no_key(driver, monkeypatch):
+    """All of q, k, v, out, lse, dout and dlse at addresses of their own; what differs is made as others."""
+    driver.kinds = [*["*", "i32", "i64", "i32"] * 8, *("*", "i32", "i32") * 2]
+    names = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
+    kinds = {**dict.fromkeys(names, VIEW), **dict.fromkeys(("lse", "dlse"), SIGNATURE["lse"])}
+    monkeypatch.setattr(replay, "_is_current", lambda device: True)
+    calls, args, wanted = replay.Calls(), Arguments(need_lse=True), (True, True, True, False, False)
+
+    def fresh(offset=0):
+        out, dout, _ = tensors(offset)
+        lse, dlse = torch.randn(1, 2, 8), torch.randn(1, 2, 8)
+        return *tensors(), out, dout, lse, dlse
+
+    def call(given, args=args, needs=wanted):
+        def make():
+            made = tuple(torch.empty_like(x) for x in given[:3])
+            if runtime._recorder.log is not None:
+                views = map(view_of, (*given[:5], *made))
+                arguments = *views, rows_of(given[5]), rows_of(given[6])
+                runtime._recorder.log.started.append(runtime.Started(compiled(kinds), (3, 2, 1), arguments))
+            return made
+
+        return calls(given, args, make, needs)
+
+    @torch.no_grad()
+    def again(q, k, v, out, dout, lse, dlse, args=args):
+        return calls.again((q, k, v, out, lse), dout, dlse, args)
+
+    for _ in range(3):
+        assert again(*fresh()) is None
+        call(fresh())
+    given = fresh()
+    found = again(*given)
+    values = driver.seen[-1][1]
+    assert len(driver.seen) == 2
+    assert [values[4 * i] for i in range(8)] == [x.data_ptr() for x in (*given[:5], *found)]
+    assert [values[32], values[35]] == [x.data_ptr() for x in given[5:]]
+    assert [(x.shape, x.stride()) for x in found] == [(x.shape, x.stride()) for x in given[:3]]
+
+    q, k, v, out, dout, lse, dlse = given
+    shrunk = dout.clone()
+    shrunk.untyped_storage().resize_(64)
+    other = Arguments(need_lse=True)
+    odd = {
+        "strides": dout.mT.contiguous().mT, "dtype": dout.half(), "one tensor twice": out,
+        "negated": torch._neg_view(dout), "storage": shrunk, "address": fresh(offset=1)[4],
+    }  # fmt: skip
+    for why, x in odd.items():
+        assert again(q, k, v, out, x, lse, dlse) is None, why
+    assert again(q, k, v, out, dout, lse, None) is again(*given, args=other) is None
+    assert calls.again((q, k, v, out, lse), dout, dlse, args) is None, "second derivatives are refused"
+    with torch.autograd.profiler.profile():
+        assert again(*given) is None, "a profiler sees calls"
+    monkeypatch.setattr(runtime, "hooked", lambda: True)
+    assert again(*given) is None
+    monkeypatch.setattr(runtime, "hooked", lambda: False)
+    assert again(*given) is not None and len(driver.seen) == 3
+    driver.answer = 201
+    assert again(*given) is None
+
+
+def test_what_makes_nothing_is_replayed_once(driver, monkeypatch):
+    """A forward call writes to what it is given."""
+    driver.kinds = ["*", "i32", "i64", "i32"] * 2
+    monkeypatch.setattr(replay, "_is_current", lambda device: True)
+    calls, args, whole = replay.Calls(), Arguments(), []
+    for _ in range(4):
+        q, _, out = tensors()
+
+        def make(q=q, out=out):
+            whole.append(q)
+            if runtime._recorder.log is not None:
+                code = compiled({"q": VIEW, "out": VIEW})
+                runtime._recorder.log.started.append(
+                    runtime.Started(code, (3, 2, 1), (view_of(q), view_of(out)))
+                )
+            return ()
+
+        assert calls((q, q, None, None, None, out, None), args, make) == ()
+    assert len(whole) == 2 and len(driver.seen) == 2 and not calls.seen
+
+
+def test_gradients_of_which_not_all_are_wanted_have_keys(driver, monkeypatch):
+    monkeypatch.setattr(replay, "_is_current", lambda device: True)
+    calls, args = replay.Calls(), Arguments(need_lse=True)
+    driver.kinds = [*["*", "i32", "i64", "i32"] * 3, *("*", "*")]
+    given = *tensors(), *tensors()[:2], torch.randn(1, 2, 8), None
+
+    def make():
+        delta, odd = runtime.scratch((256,), given[0].device), runtime.scratch((2,), given[0].device)
+        views = *map(view_of, given[:3]), delta, odd
+        if runtime._recorder.log is not None:
+            runtime._recorder.log.started.append(runtime.Started(compiled(BACKWARD), (3, 2, 1), views))
+        return torch.empty_like(given[0]), None, None
+
+    for _ in range(4):
+        calls(given, args, make, (True, False, False, False, False))
+    assert len(driver.seen) == 2 and not calls.seen

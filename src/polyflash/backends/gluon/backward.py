@@ -85,15 +85,17 @@ def run(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """dq, dk, dv, all three made whatever `needs` says, None for bias, which this row does not take, and
     dsinks."""
-    prepared = launch.prepared
+    prepared: Prepared | None = launch.prepared
     if prepared is None:
         prepared = launch.prepared = Prepared(launch)
-    given = q, k, v, dout, out, lse, dlse
+        launch.again = prepared.gradients.again
+    given = q, k, v, out, dout, lse, dlse
     if needs[4] and args.sinks is not None:
         made, delta = differentiate(prepared, given, args)
         dsinks = triton_backward.sink_gradient(args.sinks, lse, delta).to(args.sinks.dtype)
     else:
-        made, dsinks = prepared.gradients(given, args, lambda: differentiate(prepared, given, args)[0]), None
+        make = lambda: differentiate(prepared, given, args)[0]  # noqa: E731
+        made, dsinks = prepared.gradients(given, args, make, needs), None
     found = (x if need else None for x, need in zip(made, needs[:3], strict=True))
     return *found, None, dsinks  # type: ignore[return-value]
 
@@ -101,9 +103,9 @@ def run(
 def differentiate(
     prepared: Prepared, given: tuple[Any, ...], args: Arguments
 ) -> tuple[tuple[Tensor, ...], Tensor]:
-    """dq, dk and dv of q, k, v, dout, and of out, lse and dlse of the forward pass; delta by packed row."""
-    read, results = tuple(map(boxed, given[:4])), given[4:]
-    q, k, v, _ = read
+    """dq, dk and dv of q, k, v, out, dout, lse and dlse; delta by packed row."""
+    q, k, v, _ = read = tuple(map(boxed, (*given[:3], given[4])))
+    results = given[3], *given[5:]
     dq, dk, dv = made = tuple(empty_in_order_of(x, x.shape[3]) for x in (q, k, v))
     device = q.device
     channels = configs.box_of(q.shape[3])

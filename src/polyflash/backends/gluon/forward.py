@@ -250,7 +250,7 @@ def run(
     launch: Launch, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, args: Arguments
 ) -> tuple[Tensor, Tensor]:
     """Fills out (B, Hq, Sq, D) and, if asked for, lse (B, Hq, Sq)."""
-    prepared = launch.prepared
+    prepared: Prepared | None = launch.prepared
     if prepared is None:
         prepared = launch.prepared = Prepared(launch)
     rows = lse if args.need_lse else None

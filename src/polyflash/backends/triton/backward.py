@@ -316,9 +316,10 @@ def run(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """dq, dk, dv, dbias, dsinks, each with its operand's shape and the dtype of `gradient_kinds`; None where
     `needs` is False."""
-    prepared = launch.prepared
+    prepared: Prepared | None = launch.prepared
     if prepared is None:
         prepared = launch.prepared = Prepared(launch)
+        launch.again = prepared.gradients.again
     q, k, v, out, dout = reachable(q, k, v, out, dout)
     given = q, k, v, out, dout, lse, dlse
     need_bias, need_sinks = needs[3] and args.bias is not None, needs[4] and args.sinks is not None

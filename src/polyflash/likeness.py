@@ -1,0 +1,33 @@
+"""One check of torch's that tells a call like an earlier one, for calls on a GPU, where the device waits for
+Python: `routes.py: quiet` and a key ask for each of these things by itself, which takes ten times as long."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._autograd import _top_saved_tensors_default_hooks as saved_hooks
+from torch.autograd import forward_ad, profiler
+
+
+def unwatched() -> bool:
+    """Does nobody see a call of tensors that are `alike`? Modes and casts show in their dispatch keys."""
+    seen = profiler._is_profiler_enabled or forward_ad._current_level >= 0
+    return not seen and saved_hooks(False) is None
+
+
+def alike(*tensors: Tensor) -> Callable[..., bool] | None:
+    """Tells whether as many tensors have type, dtype, device, sizes, strides and `requires_grad` of these,
+    and would be dispatched as they: to the same kernels, through the same modes and casts of their thread. It
+    is what guards compiled graphs; None if this torch has it not, or one tensor is there twice."""
+    if len(set(map(id, tensors))) < len(tensors):
+        return None
+    sizes, strides = [list(x.shape) for x in tensors], [list(x.stride()) for x in tensors]
+    try:
+        guards: Any = torch._C._dynamo.guards.TensorGuards
+        made = guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+    except (AttributeError, TypeError):
+        return None
+    return made.check  # type: ignore[no-any-return]
