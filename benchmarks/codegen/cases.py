@@ -152,12 +152,7 @@ class Case:
     def config(self) -> Any:
         choose = gluon_configs.CHOOSE[self.phase] if self.backend == "gluon" else configs.choose
         choose = gluon_configs.choose_fp8 if self.has_codes else choose
-        p = PROBLEMS[self.problem]
-        config: Any = choose(self.spec(), self.target)
-        if self.backend == "gluon" and self.phase is Phase.FORWARD and not p.options:
-            planes = p.batch * p.query_heads
-            return gluon_configs.of_sizes(config, planes, p.seqlen_q, self.target.cores)
-        return config
+        return choose(self.spec(), self.target)
 
     def launches(self, config: Any = None) -> list[Launched]:
         """What the call launches with its own config or another; kept instead of made, for one thread."""
