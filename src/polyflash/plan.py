@@ -57,9 +57,7 @@ class Launch:
         row, spec = self.row, self.spec
         if self.instead and row.leaves_sizes and row.leaves_sizes(spec, self.target, sizes):
             return self.instead
-        if self.rung in ("explicit", "tuned"):  # which hold for all sizes
-            return self
-        if row.by_sizes is None or not row.by_sizes(spec):
+        if row.by_sizes is None or not row.by_sizes(spec) or self.rung in ("explicit", "tuned"):
             return self
         exact = replace(spec, batch=sizes[0], seqlen_q=sizes[1], seqlen_k=sizes[2])
         config = row.choose(exact, self.target)

@@ -231,6 +231,8 @@ def test_batch_and_rows_choose_three_or_four_consumers():
     launch = plan.select(spec, HOPPER, TABLE, backend="gluon", config="")
     made = [launch.of_sizes(batch, rows, rows) for batch, rows in sizes[:5]]
     assert [m.config for m in made] == expected[:5] and len(set(map(id, made))) == 2
+    for rows in range(1024, 1324):
+        assert launch.of_sizes(8, rows, rows) in (made[0], made[3]) and len(launch.by_sizes) <= 256
     for config in configs.SHORT_64, configs.FORWARD[64, False]:  # one that is given holds for all sizes
         launch = plan.select(spec, HOPPER, TABLE, backend="", config=plan.encode_config(config))
         assert all(launch.of_sizes(batch, rows, rows) is launch for batch, rows in sizes)
