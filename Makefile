@@ -13,6 +13,8 @@ BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
 # Two processes share the tests; those that need the cores for themselves come after.
 SHARED := -n 2 --dist worksteal
+# Kernels to compile are given out one at a time, so that the largest, which come first, end early.
+LARGEST_FIRST := -n 2 --dist load --maxschedchunk 1
 ALONE := $(shell grep -rlE --include='*.py' 'mark\.alone' tests 2>/dev/null)
 SETUP := sh scripts/setup.sh
 CPU_TESTS := $(wildcard tests/null tests/conformance tests/backends/cpu)
@@ -83,7 +85,7 @@ test-triton: .venv/.test
 	@if $(HAS_TRITON); then TRITON_INTERPRET=1 $(PYTEST) $(SHARED) $(TRITON_TESTS); else echo '$@: $(NO_TRITON)'; fi
 
 test-codegen: .venv/.test
-	@if $(HAS_TRITON); then $(PYTEST) $(SHARED) $(CODEGEN_TESTS); else echo '$@: $(NO_TRITON)'; fi
+	@if $(HAS_TRITON); then $(PYTEST) $(LARGEST_FIRST) $(CODEGEN_TESTS); else echo '$@: $(NO_TRITON)'; fi
 
 # SLOW= runs on lavapipe, the faster driver, the cases that take minutes too.
 test-webgpu: .venv/.test
@@ -115,7 +117,7 @@ test-all: lint
 	@$(PYTEST) $(SHARED) $(ELSEWHERE) -m 'not alone'
 	@$(PYTEST) $(ALONE) -m alone
 	@if $(HAS_TRITON); then TRITON_INTERPRET=1 $(PYTEST) $(SHARED) $(TRITON_TESTS) -m '' && \
-		$(PYTEST) $(SHARED) $(CODEGEN_TESTS) -m ''; else echo '$@: $(NO_TRITON)'; fi
+		$(PYTEST) $(LARGEST_FIRST) $(CODEGEN_TESTS) -m ''; else echo '$@: $(NO_TRITON)'; fi
 	@sh scripts/naga.sh >/dev/null || true
 	@sh scripts/drivers.sh spirv-cross >/dev/null || true
 	@$(MAKE) test-webgpu SLOW="-m ''"

@@ -60,6 +60,8 @@ class Capability:
     leaves_sizes: Callable[[AttentionSpec, Target, tuple[int, int, int]], str] | None = None
     # Why no device of this machine runs it; looked at where it is asked for by name, as that takes a while.
     absent: Callable[[Target], str] | None = None
+    # Does `choose` look at batch and exact lengths of such a call, by which calls of a route may differ?
+    by_sizes: Callable[[AttentionSpec], bool] | None = None
     # The device that runs it, where the target does not say: a part of the keys of tuned configs.
     runs_on: Callable[[], str] | None = None
     label: str = ""  # instead of the phase, of a second row of a backend in it

@@ -18,6 +18,8 @@ from polyflash.target import Target
 from polyflash.tuning import store
 from polyflash.work import Work, work_of
 
+_KEPT_SIZES = 256  # per route
+
 
 @dataclass(slots=True)
 class Launch:
@@ -36,16 +38,33 @@ class Launch:
     again: Any = None  # the gradients of a call like one of the last, or None, if its row has a short way
     backward: Launch | None = None  # of the gradients, planned at the first call that needs them
     instead: Launch | None = None  # of calls of its route that its row leaves by their sizes
+    by_sizes: dict[Any, Launch] | None = None  # of calls of its route; None: all are this one's
 
     def of_sizes(
         self, batch: int, seqlen_q: int, seqlen_k: int, members: int = 0, longest: int | None = None
     ) -> Launch:
         """The launch that runs a call of these sizes, totals of so many members if it is packed."""
-        leaves = self.row.leaves_sizes
-        if self.instead is None or leaves is None:
+        if self.by_sizes is None:
             return self
-        sizes = mean_sizes(batch, members, seqlen_q, seqlen_k, longest)
-        return self.instead if leaves(self.spec, self.target, sizes) else self
+        key = batch, seqlen_q, seqlen_k, members, longest
+        found = self.by_sizes.get(key)
+        if found is None:
+            if len(self.by_sizes) >= _KEPT_SIZES:
+                self.by_sizes.pop(next(iter(self.by_sizes)), None)
+            found = self.by_sizes[key] = self._find(mean_sizes(batch, members, seqlen_q, seqlen_k, longest))
+        return found
+
+    def _find(self, sizes: tuple[int, int, int]) -> Launch:
+        row, spec = self.row, self.spec
+        if self.instead and row.leaves_sizes and row.leaves_sizes(spec, self.target, sizes):
+            return self.instead
+        if row.by_sizes is None or not row.by_sizes(spec) or self.rung in ("explicit", "tuned"):
+            return self
+        exact = replace(spec, batch=sizes[0], seqlen_q=sizes[1], seqlen_k=sizes[2])
+        config = row.choose(exact, self.target)
+        known = (made for made in (self, *list((self.by_sizes or {}).values())) if made.config == config)
+        fresh: dict[str, Any] = dict.fromkeys(("prepared", "backward", "instead", "by_sizes"))
+        return next(known, None) or replace(self, config=config, **fresh)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +133,8 @@ def select(
     if row.leaves_sizes is not None and not (backend or config):
         others = [other for other in table if other is not row]
         launch.instead = select(spec, target, others, backend="", config="")
+    sized = row.by_sizes is not None and row.by_sizes(launch.spec)
+    launch.by_sizes = {} if launch.instead or sized else None
     return launch
 
 

@@ -145,7 +145,7 @@ def _backward_of(launch: Launch, q: Tensor, k: Tensor, v: Tensor, args: Argument
     """The launch of the gradients of a call."""
     if launch.backward is None:
         launch.backward = _plan(Phase.BACKWARD, q, k, v, args._replace(config=""), args.backend)
-    if launch.backward.instead is None:
+    if launch.backward.by_sizes is None:
         return launch.backward
     return launch.backward.of_sizes(q.shape[0], q.shape[2], k.shape[2], *members_of(args))
 
@@ -288,7 +288,7 @@ def _route(phase: Phase, q: Tensor, k: Tensor, v: Tensor, args: Arguments, rest:
             _routes.clear()
         _check_inputs(q, k, v, args)
         launch = _routes[key] = _plan(phase, q, k, v, args, backend, needs_grad=asked is not _DECODE)
-    if launch.instead is None:
+    if launch.by_sizes is None:
         return launch
     return launch.of_sizes(batch, seqlen_q, seqlen_k, *members_of(args))
 

@@ -13,7 +13,7 @@ from polyflash import SpecError, plan
 from polyflash.backends import TABLE
 from polyflash.backends.gluon import configs
 from polyflash.backends.gluon.capabilities import CAPABILITIES
-from polyflash.spec import MANY_KEYS, AttentionSpec, Feature, Phase
+from polyflash.spec import MANY_KEYS, AttentionSpec, Feature, Phase, length_class
 from polyflash.target import parse
 
 HOPPER = parse("cuda:sm90")
@@ -109,6 +109,8 @@ def test_boxes_hold_the_head_dim(dims: int):
     [
         (64, 0, 4096, 1023, 4, "under 1024 keys of head_dim 64"),
         (64, 0, 4096, 1024, 4, ""),
+        (64, 0, 1024, 1024, 8, ""),
+        (64, 0, 2048, 2048, 16, ""),
         (64, 1, 4096, 1023, 4, "under 1024 keys of head_dim 64"),
         (64, 1, 1024, 1024, 4, "256 tiles of 256 rows leave some of 132 cores idle"),
         (64, 1, 1024, 1024, 7, ""),
@@ -136,9 +138,15 @@ def test_what_it_leaves_by_exact_sizes(dims: int, causal: int, rows: int, keys: 
         spec = replace(SPEC, seqlen_q=length, seqlen_k=length, head_dim=dims, head_dim_v=dims)
         spec = replace(spec, causal=bool(causal))
         launch = plan.select(spec, HOPPER, TABLE, backend="", config="")
-        assert launch.row is ROW and launch.of_sizes(batch, rows, keys).row.backend == found.backend
+        made = launch.of_sizes(batch, rows, keys)
+        assert launch.row is ROW and made.row.backend == found.backend
+        same_route = length_class(length) == length_class(rows)
+        assert words or not same_route or made.config == found.config
+        assert launch.of_sizes(batch, rows, keys) is made  # and what it has prepared
         launch = plan.select(spec, HOPPER, TABLE, backend="gluon", config="")
-        assert launch.of_sizes(batch, rows, keys) is launch
+        made = launch.of_sizes(batch, rows, keys)
+        assert made.row is ROW and made.rung == named.rung
+        assert not same_route or made.config == named.config
 
 
 @pytest.mark.parametrize(
@@ -195,19 +203,39 @@ def test_operands_are_made_such_that_the_kernel_takes_them():
 def test_short_calls_at_64():
     """Four consumers where they were measured to be ahead, and heads by the keys that have to stay near."""
     spec = replace(SPEC, head_dim=64, seqlen_q=1024)
-    full, causal = (configs.choose_forward(replace(spec, causal=c), HOPPER) for c in (False, True))
-    assert causal is configs.SHORT_CAUSAL_64 and full is configs.FORWARD[64, False]
+    causal, full = configs.choose_forward(replace(spec, causal=True), HOPPER), configs.FORWARD[64, False]
+    assert causal is configs.SHORT_CAUSAL_64
     for features in ({Feature.KV_LENS}, {Feature.SINKS}):
         bound = replace(spec, causal=True, features=frozenset(features))
         assert configs.choose_forward(bound, HOPPER).consumers == 3
     long = replace(spec, causal=True, seqlen_q=4096)
     assert configs.choose_forward(long, HOPPER) is configs.FORWARD[64, True]
-    for planes, rows, four in ((128, 1024, True), (64, 2048, True), (512, 1024, True), (256, 2048, False)):
-        assert (configs.of_sizes(full, planes, rows, 132) is configs.SHORT_64) == four, (planes, rows)
-    assert configs.of_sizes(full, 2, 4096, 132) is full and configs.of_sizes(causal, 128, 1024, 132) is causal
+    assert configs.choose_forward(replace(spec, features=frozenset({Feature.SINKS})), HOPPER) is full
     heads = {keys: configs.side_by_side(causal, keys) for keys in (64, 1024, 1025, 2048, 2049, 4095, 1 << 20)}
     assert list(heads.values()) == [32, 32, 16, 16, 8, 8, 8]
     assert configs.side_by_side(full, 1 << 20) == full.heads
+
+
+def test_batch_and_rows_choose_three_or_four_consumers():
+    """What a plan of such sizes says, and that launches of one route follow it: one of each config."""
+    sizes = (8, 1024), (4, 2048), (32, 1024), (16, 2048), (16, 4095), (1, 4096)
+    four = [True, True, True, False, False, False]
+    x = [torch.empty(batch, 16, rows, 64, device="meta", dtype=torch.bfloat16) for batch, rows in sizes]
+    plans = [polyflash.explain(q, q, q, target="cuda:sm90", backend="gluon") for q in x]
+    expected = [configs.SHORT_64 if f else configs.FORWARD[64, False] for f in four]
+    assert [p.config for p in plans] == expected and all(p.rung == "table" for p in plans)
+    told = "the quicker by rounds of all cores: 768 tiles of 192 rows or 512 tiles of 256 rows"
+    assert told in plans[0].notes and "cores: 2816 tiles of 192 rows or 2048 tiles" in str(plans[3])
+    assert not any("the quicker" in note for p in (plans[5], explained(128)) for note in p.notes)
+    spec = replace(SPEC, head_dim=64, head_dim_v=64, seqlen_q=600)
+    launch = plan.select(spec, HOPPER, TABLE, backend="gluon", config="")
+    made = [launch.of_sizes(batch, rows, rows) for batch, rows in sizes[:5]]
+    assert [m.config for m in made] == expected[:5] and len(set(map(id, made))) == 2
+    for rows in range(1024, 1324):
+        assert launch.of_sizes(8, rows, rows) in (made[0], made[3]) and len(launch.by_sizes) <= 256
+    for config in configs.SHORT_64, configs.FORWARD[64, False]:  # one that is given holds for all sizes
+        launch = plan.select(spec, HOPPER, TABLE, backend="", config=plan.encode_config(config))
+        assert all(launch.of_sizes(batch, rows, rows) is launch for batch, rows in sizes)
 
 
 def test_configs_are_checked():

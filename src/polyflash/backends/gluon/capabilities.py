@@ -27,6 +27,7 @@ CAPABILITIES = (
         max_head_dim=max(configs.HEAD_DIMS),
         features=configs.BOUNDS | configs.CHANGES | {Feature.GQA, Feature.LSE},
         choose=configs.choose_forward,
+        by_sizes=configs.by_sizes,
         leaves=configs.leaves,
         leaves_sizes=configs.leaves_sizes,
     ),

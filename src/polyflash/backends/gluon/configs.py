@@ -104,7 +104,10 @@ class ForwardConfig:
         }[self.order]
         copies = "operands are copied first whose strides TMA does not take, and q where scale <= 0"
         lazy = ("sums are scaled only when the maximum has grown by 2^8",) if self.lazy_rescale else ()
-        return how, *lazy, copies
+        either = FORWARD[64, False], SHORT_64
+        tiles = " or ".join(f"{_tiles(c, spec)} tiles of {c.block_m} rows" for c in either)
+        sizes = (f"the quicker by rounds of all cores: {tiles}",) if by_sizes(spec) and self in either else ()
+        return *sizes, how, *lazy, copies
 
 
 # (channels of a box, causal) -> config
@@ -132,7 +135,7 @@ _FOUR: dict[str, Any] = {
     "rows_ahead": True,
 }
 SHORT_CAUSAL_64 = replace(FORWARD[64, True], heads=32, **_FOUR)  # of fewer rows than LONG_ROWS
-SHORT_64 = replace(FORWARD[64, False], **_FOUR)  # where `of_sizes` says so
+SHORT_64 = replace(FORWARD[64, False], **_FOUR)  # where that takes less time
 COST_OF_FOUR = 1.1  # of a row, where all cores are busy, for 1 of three consumers
 BOUNDED_64 = ForwardConfig(2, 128, apart=True)  # where registers of three consumers do not suffice
 
@@ -190,8 +193,25 @@ def parts_of(head_dim: int) -> tuple[int, ...]:
 
 
 def choose_forward(spec: AttentionSpec, target: Target) -> ForwardConfig:
-    """The table's, by the box that holds the head dim; what needs as many registers is as a causal mask.
-    Tiles of requests that have lengths of their own come from the counter."""
+    """The table's, or four consumers instead where they take less time: cores make tiles in rounds, and the
+    last one may be of few."""
+    config, cores = _of_table(spec), max(1, target.cores)
+    three, four = (-(-_tiles(c, spec) // cores) * c.block_m for c in (config, SHORT_64))
+    return SHORT_64 if by_sizes(spec) and COST_OF_FOUR * four < three else config
+
+
+def by_sizes(spec: AttentionSpec) -> bool:
+    """Is it a call without a mask for which batch and rows decide between three and four consumers?"""
+    return box_of(spec.head_dim) == 64 and not (spec.causal or _special(spec) or spec.seqlen_q >= LONG_ROWS)
+
+
+def _tiles(config: ForwardConfig, spec: AttentionSpec) -> int:
+    return spec.batch * spec.num_q_heads * -(-spec.seqlen_q // config.block_m)
+
+
+def _of_table(spec: AttentionSpec) -> ForwardConfig:
+    """By the box that holds the head dim; what needs as many registers is as a causal mask. Tiles of requests
+    that have lengths of their own come from the counter."""
     box, like_causal = box_of(spec.head_dim), {_F.WINDOW, _F.KV_STARTS, _F.ALIBI}
     like_causal |= {_F.VARLEN} if box == 64 else set()
     config = FORWARD[box, spec.causal or not spec.features.isdisjoint(like_causal)]
@@ -201,18 +221,6 @@ def choose_forward(spec: AttentionSpec, target: Target) -> ForwardConfig:
         config = SHORT_CAUSAL_64
     counted = not spec.features.isdisjoint({_F.KV_LENS, _F.VARLEN}) and config.order == "zigzag"
     return replace(config, order="counter") if counted else config
-
-
-def of_sizes(config: ForwardConfig, planes: int, rows: int, cores: int) -> ForwardConfig:
-    """The config, or four consumers instead, of a call without a mask of so many planes (batch times heads)
-    and rows, if that takes less time: cores make tiles in rounds, and the last one may be of few."""
-    if config != FORWARD[64, False] or rows >= LONG_ROWS:
-        return config
-
-    def cost(c: ForwardConfig) -> int:
-        return -(-planes * -(-rows // c.block_m) // cores) * c.block_m
-
-    return SHORT_64 if COST_OF_FOUR * cost(SHORT_64) < cost(config) else config
 
 
 def side_by_side(config: ForwardConfig, keys: int) -> int:
@@ -282,7 +290,7 @@ def leaves_sizes(spec: AttentionSpec, target: Target, sizes: tuple[int, int, int
     box = box_of(spec.head_dim)
     if few := _too_few_keys(spec, seqlen_k, LEAST_KEYS[box]):
         return few
-    rows = choose_forward(replace(spec, seqlen_q=seqlen_q), target).block_m
+    rows = _of_table(replace(spec, seqlen_q=seqlen_q)).block_m
     tiles = batch * spec.num_q_heads * -(-seqlen_q // rows)
     keys, share = FEW_CAUSAL.get(box, (0, 1)) if spec.causal else (0, 1)
     if tiles < target.cores * (share if seqlen_k < keys else 1):

@@ -43,7 +43,6 @@ class Ready(NamedTuple):
     kinds: tuple[Any, ...]  # what kernels are compiled for, beside alignment
     marks: tuple[int, ...]  # their shape
     programs: int
-    config: configs.ForwardConfig  # the route's, or what is quicker for such sizes
     widths: tuple[int, ...]  # channels of a box, or of two
     boxed: tuple[bool, ...]  # can TMA reach q, k, v and out where they are?
     plain: bool  # no operands
@@ -81,8 +80,6 @@ class Prepared:
         members, packed = sizes_of(q, k, args)[0], args.cu_seqlens_q is not None
         band, plain = band_of(seqlen_q, k.shape[2], args), operands_of(args, k) == NO_OPERANDS
         config = self.config
-        if plain and not band.bounded:
-            config = configs.of_sizes(config, batch * num_heads, seqlen_q, self.cores)
         num_tiles, _ = tile_count(seqlen_q, config.block_m, members, packed)
         total, (inverse, shift) = batch * num_heads * num_tiles, inverse_of(num_tiles)
         softcap, alibi = min(max(args.softcap, SOFTCAPS[0]), SOFTCAPS[1]), args.alibi_slopes is not None
@@ -119,7 +116,6 @@ class Prepared:
             kinds=(constants, runtime.signature(v_strides), lse is None),
             marks=(batch * num_heads, num_tiles, config.block_m),
             programs=total if config.order == "tiles" else min(total, self.cores),
-            config=config,
             widths=configs.parts_of(q.shape[3]),
             boxed=reached,
             plain=plain,
@@ -217,7 +213,7 @@ def attend_call(
     prepared: Prepared, ready: Ready, qkv: Sequence[Tensor], out: Tensor, lse: Tensor | None, args: Arguments
 ) -> None:
     """Launches the kernel, and the second one that mends rows that the first marked."""
-    (q, k, v), config, n = qkv, ready.config, ready.numbers
+    (q, k, v), config, n = qkv, prepared.config, ready.numbers
     marks = runtime.scratch(ready.marks, q.device, torch.int8)
     words = runtime.words(q.device)
     of_rows, of_keys = configs.ROWS, config.block_n
