@@ -27,12 +27,14 @@ RESERVED: gl.constexpr = gl.constexpr(4)
 
 
 class Ring(NamedTuple):
-    """Slots (STAGES, 1, 1, BLOCK_N, channels) of K and V, and their barriers."""
+    """Slots (STAGES, 1, 1, BLOCK_N, channels) of K and V, and their barriers; where tiles are mended, that of
+    consumers who have put 0 for what is not finite in a block of V."""
 
     k: Any
     v: Any
     k_full: Any
     v_full: Any
+    clean: Any = None
 
 
 class Rows(NamedTuple):
@@ -155,20 +157,6 @@ def pass_turn(WG: gl.constexpr, c):
     if c.TURNS:
         NEXT: gl.constexpr = RESERVED + c.CONSUMERS + 2 * c.STAGES + (WG + 1) % c.CONSUMERS
         named_barrier("bar.arrive", NEXT, 256)
-
-
-@gluon.jit
-def pass_blocks(ring, i_n, count, c, WG: gl.constexpr):
-    """Lets blocks go by that other rows of the tile see, and none of these. Gives the number of the next."""
-    for _ in range(count):
-        keys_of(ring, i_n, c)
-        take_turn(WG, c)
-        pass_turn(WG, c)
-        free_keys(i_n, c)
-        values_of(ring, i_n, c)
-        free_values(i_n, c)
-        i_n += 1
-    return i_n
 
 
 @gluon.jit
