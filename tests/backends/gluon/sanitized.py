@@ -23,7 +23,7 @@ import sysconfig
 from collections import Counter
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -81,7 +81,7 @@ def call_packed(dims: int, causal: bool, backward: bool) -> None:
     guarded.MEMBERS = MEMBERS + MANY
     q, k, v, cu_q, cu_k = guarded.packed_tensors(dims)
     leaves = [x.requires_grad_(backward) for x in (q, k, v)]
-    more = {"causal": causal, "return_lse": True, "backend": "gluon"}
+    more: dict[str, Any] = {"causal": causal, "return_lse": True, "backend": "gluon"}
     got = guarded.polyflash.attention_varlen(*leaves, cu_q.int(), cu_k.int(), **more)
     dout = torch.randn(q.shape, device="cuda", generator=torch.Generator("cuda").manual_seed(1)).bfloat16()
     found = torch.autograd.grad(got.out, leaves, dout) if backward else ()
@@ -162,6 +162,7 @@ def unknown(said: str) -> list[str]:
 
 def told(which: str, name: str, asked: argparse.Namespace, path: str) -> bool:
     """Runs a group under a tool, and says what it found. Is it as it should be?"""
+    status: int | str
     child = [sys.executable, "-m", __spec__.name, "--child", name]
     more = [*only_ours(path), "--print-limit", "2000", *asked.options.split()]
     try:

@@ -55,6 +55,7 @@ from polyflash.backends.gluon.channel import (
     values_of,
 )
 from polyflash.backends.gluon.mending import (
+    clean_barrier,
     clean_values,
     find_marked,
     first_clean,
@@ -367,8 +368,7 @@ def attend_tiles(out, ring, rows, board, t, n, c, i_n, i_round, WG: gl.constexpr
     DTYPE: gl.constexpr = out[0].dtype
     EARLY: gl.constexpr = c.EARLY and not MENDING
     KNOWN: gl.constexpr = EARLY and c.PACKED
-    if MENDING:
-        first_clean(ring, i_n)
+    first_clean(ring, i_n, MENDING)
     i_t = first_tile(t, n, MENDING, c)
     i_bh, i_m = tile_of(i_t, n, c.HEADS, c.HAS_RIGHT)
     if KNOWN:
@@ -425,17 +425,14 @@ def attend_tiles(out, ring, rows, board, t, n, c, i_n, i_round, WG: gl.constexpr
         acc = awaited(acc, c)
         free_values(i_n - 1, c)
         if c.BELOW:
-            rest = tile_count - (tile_end - end) - count
-            i_n = pass_blocks(ring, i_n, rest, c, WG, MENDING)
+            i_n = pass_blocks(ring, i_n, tile_count - (tile_end - end) - count, c, WG, MENDING)
         if not MENDING:
             b_mark = marks_of(acc, m_i, l_i, seen, c)
         tile = b_share, l_i, at, i_row, (j_0, min(end * c.BLOCK_N, place.live))
         i_out = i_slot if c.SHARED_OUT else WG
-        slot = rows.out[0].index(i_out)
-        finish(acc[0], out[0], slot, tile, place, seen, t, n, c, 0, MENDING)
+        finish(acc[0], out[0], rows.out[0].index(i_out), tile, place, seen, t, n, c, 0, MENDING)
         if c.REST > 0:
-            slot = rows.out[1].index(i_out)
-            finish(acc[1], out[1], slot, tile, place, seen, t, n, c, c.D, MENDING)
+            finish(acc[1], out[1], rows.out[1].index(i_out), tile, place, seen, t, n, c, c.D, MENDING)
         if c.SHARED_OUT:
             tma.store_wait(0)
             mbarrier.arrive(rows.free.index(i_slot), count=1)
@@ -469,9 +466,7 @@ def start_roles(q, k, v, out, t, n, c):
     b_out = b_q if c.SHARED_OUT else slots(q, c.CONSUMERS, 64, c)
     rows = Rows(b_q, b_out, barriers(c.ROW_SLOTS, 1), barriers(c.ROW_SLOTS, 1))
     b_k, b_v = slots(k, c.STAGES, c.BLOCK_N, c), slots(v, c.STAGES, c.BLOCK_N, c)
-    k_full, v_full = barriers(c.STAGES, 1), barriers(c.STAGES, 1)
-    clean = barriers(1, c.CONSUMERS).index(0) if c.MENDS else k_full
-    ring = Ring(b_k, b_v, k_full, v_full, clean)
+    ring = Ring(b_k, b_v, barriers(c.STAGES, 1), barriers(c.STAGES, 1), clean_barrier(c))
     if c.COUNTED:
         WORDS: gl.constexpr = 6 if c.EARLY and c.PACKED else 1
         tile = gl.allocate_shared_memory(gl.int32, [2 * WORDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))

@@ -10,6 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from polyflash.backends.gluon.channel import (
+    barriers,
     free_keys,
     free_values,
     keys_of,
@@ -125,10 +126,20 @@ def pass_blocks(ring, i_n, count, c, WG: gl.constexpr, MENDING: gl.constexpr):
 
 
 @gluon.jit
-def first_clean(ring, i_n):
-    """Phases of the barrier of clean blocks are those of the numbers of blocks, of which i_n is the first."""
-    if i_n % 2 == 1:
-        mbarrier.arrive(ring.clean, count=1)
+def clean_barrier(c):
+    """Where consumers meet that have cleaned their parts of a block of V."""
+    found = None
+    if c.MENDS:
+        found = barriers(1, c.CONSUMERS).index(0)
+    return found
+
+
+@gluon.jit
+def first_clean(ring, i_n, MENDING: gl.constexpr):
+    """Block i_n is the first to be mended: its phase is that of its number from here on."""
+    if MENDING:  # noqa: SIM102  a branch of the compiler, then one of the kernel
+        if i_n % 2 == 1:
+            mbarrier.arrive(ring.clean, count=1)
 
 
 @gluon.jit

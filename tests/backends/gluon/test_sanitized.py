@@ -1,0 +1,46 @@
+"""What compute-sanitizer says is read right: what is known passes, and all else is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from polyflash.backends import gluon
+from tests.backends.gluon.sanitized import KNOWN, function_at, unknown
+
+REPORT = """========= Error: Race reported between {0} access at attend_sm90+0x550 in {1}
+=========     and {2} access at attend_sm90+0x21410 in {3} [24 hazards]
+========= 
+========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)
+"""
+
+
+def line_of(file: str, text: str) -> str:
+    lines = Path(gluon.__file__).with_name(file).read_text(encoding="utf-8").splitlines()
+    return f"{file}:{next(i for i, line in enumerate(lines, 1) if text in line)}"
+
+
+def test_function_of_a_line():
+    file, _, line = line_of("forward_sm90.py", "gl.warp_specialize([").partition(":")
+    assert function_at(file, int(line)) == "start_roles"
+    file, _, line = line_of("forward_sm90.py", "def attend_sm90(").partition(":")
+    assert function_at(file, int(line) - 1) == "attend_sm90", "the line of its decorator"
+    assert function_at("nowhere.py", 1) == ""
+
+
+def test_what_is_known():
+    role = line_of("forward_sm90.py", "def attend_sm90("), line_of("forward_sm90.py", "gl.warp_specialize([")
+    assert KNOWN
+    assert unknown(REPORT.format("Read", role[0], "Write", role[1])) == []
+    assert unknown(REPORT.format("Write", role[1], "Read", role[0])) == []
+
+
+def test_what_is_not():
+    role = line_of("forward_sm90.py", "def attend_sm90(")
+    clean = line_of("mending.py", "b_v.slice(i, 16).store(")
+    assert unknown(REPORT.format("Write", clean, "Write", clean)) == ["1 x Write of mending.py clean"]
+    assert len(unknown(REPORT.format("Read", role, "Write", clean))) == 1
+    assert unknown("========= Invalid __global__ read of size 4 bytes\n") == [
+        "Invalid __global__ read of size 4 bytes"
+    ]
+    assert unknown("========= Barrier error detected. Divergent thread(s) in block.\n")
+    assert unknown("========= Error: Race reported between something else\n"), "what cannot be read is told"
