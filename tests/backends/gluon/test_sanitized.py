@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from polyflash.backends import gluon
-from tests.backends.gluon.sanitized import KNOWN, function_at, unknown
+from tests.backends.gluon.sanitized import KNOWN, place_of, unknown
 
 REPORT = """========= Error: Race reported between {0} access at attend_sm90+0x550 in {1}
 =========     and {2} access at attend_sm90+0x21410 in {3} [24 hazards]
@@ -19,16 +19,16 @@ def line_of(file: str, text: str) -> str:
     return f"{file}:{next(i for i, line in enumerate(lines, 1) if text in line)}"
 
 
-def test_function_of_a_line():
+def test_place_of_a_line():
     file, _, line = line_of("forward_sm90.py", "gl.warp_specialize([").partition(":")
-    assert function_at(file, int(line)) == "start_roles"
+    assert place_of(file, int(line)) == "start_roles"
     file, _, line = line_of("forward_sm90.py", "def attend_sm90(").partition(":")
-    assert function_at(file, int(line) - 1) == "attend_sm90", "the line of its decorator"
-    assert function_at("nowhere.py", 1) == ""
+    assert place_of(file, int(line) - 1) == "def attend_sm90", "the line of its decorator"
+    assert place_of("nowhere.py", 1) == ""
 
 
 def test_what_is_known():
-    role = line_of("forward_sm90.py", "def attend_sm90("), line_of("forward_sm90.py", "gl.warp_specialize([")
+    role = line_of("forward_sm90.py", "def attend_sm90("), line_of("forward_sm90.py", "def start_roles(")
     assert KNOWN
     assert unknown(REPORT.format("Read", role[0], "Write", role[1])) == []
     assert unknown(REPORT.format("Write", role[1], "Read", role[0])) == []
@@ -39,6 +39,10 @@ def test_what_is_not():
     clean = line_of("mending.py", "b_v.slice(i, 16).store(")
     assert unknown(REPORT.format("Write", clean, "Write", clean)) == ["1 x Write of mending.py clean"]
     assert len(unknown(REPORT.format("Read", role, "Write", clean))) == 1
+    number = line_of("backward_sm90.py", "i_t = gl.atomic_add(")  # the number of a program, before its roles
+    assert unknown(
+        REPORT.format("Read", number, "Write", line_of("backward_sm90.py", "def differentiate_sm90("))
+    )
     assert unknown("========= Invalid __global__ read of size 4 bytes\n") == [
         "Invalid __global__ read of size 4 bytes"
     ]
