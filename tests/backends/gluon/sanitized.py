@@ -43,8 +43,8 @@ GROUPS += [f"{dims}-{kind}-gradients" for dims in (64, 128) for kind in KINDS]
 
 
 class Access(NamedTuple):
-    """One side of a race: "Read" or "Write", the file, and where the line is: in "f", or at its head, "def f",
-    which stands for code of the compiler's own."""
+    """One side of a race: "Read" or "Write", the file, and where the line is: in "f", or at its head, "def
+    f", which stands for code of the compiler's own."""
 
     kind: str
     file: str
@@ -53,8 +53,8 @@ class Access(NamedTuple):
 
 # What racecheck reports though it is no race, by both sides, and why.
 ROLE = (
-    "warp_specialize stores the roles of warps, all meet at hardware barrier 1, and each loads its own; reported "
-    "by 2025.3, not by 2026.4: 2026.1 corrected false reports of warpgroups that meet on Hopper"
+    "warp_specialize stores the roles of warps, all meet at hardware barrier 1, and each loads its own; "
+    "reported by 2025.3, not by 2026.4: 2026.1 corrected false reports of warpgroups that meet on Hopper"
 )
 KNOWN = {
     frozenset((Access("Read", file, f"def {kernel}"), Access("Write", file, place))): ROLE

@@ -22,8 +22,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from polyflash.backends.gluon.shim import bytes_of, load_box, named_barrier
 
-# Named barriers of hardware: 0 up to this one, and one more per consumer, are the compiler's. The last of them
-# it does not use: the producer's lanes meet there.
+# Named barriers of hardware: 0 up to this one, and one more per consumer, are the compiler's. It does not use
+# the last of them, where the producer's lanes meet.
 RESERVED: gl.constexpr = gl.constexpr(4)
 
 
