@@ -42,6 +42,9 @@ GROUPS = [f"{dims}-{kind}" for dims in (192, 128, 64, 256) for kind in KINDS]
 GROUPS += [f"{dims}-{kind}-gradients" for dims in (64, 128) for kind in KINDS]
 
 
+RUNNING: set[int] = set()  # process groups of tools
+
+
 class Access(NamedTuple):
     """One side of a race: "Read" or "Write", the file, and where the line is: in "f", or at its head, "def
     f", which stands for code of the compiler's own."""
@@ -176,11 +179,21 @@ def run(command: list[str], seconds: float) -> tuple[str, int | str]:
     """What a command says, and its status. Its process group is killed once its time is over."""
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     child = subprocess.Popen(command, start_new_session=True, **pipes)
+    RUNNING.add(child.pid)
     try:
         return child.communicate(timeout=seconds)[0], child.returncode
     except subprocess.TimeoutExpired:
         os.killpg(child.pid, signal.SIGKILL)
         return child.communicate()[0], "cut off"
+    finally:
+        RUNNING.discard(child.pid)
+
+
+def stop(*_: Any) -> None:
+    """Ends what runs, and this."""
+    for pid in RUNNING:
+        os.killpg(pid, signal.SIGKILL)
+    os._exit(1)
 
 
 def told(which: str, name: str, asked: argparse.Namespace) -> bool:
@@ -223,6 +236,7 @@ def main() -> int:
     if asked.path is None:
         print("no compute-sanitizer here")
         return 2
+    signal.signal(signal.SIGTERM, stop)
     groups = asked.groups or GROUPS
     with ThreadPoolExecutor(asked.width) as pool:
         made = [(which, name, asked) for which in asked.tools.split(",") for name in groups]
