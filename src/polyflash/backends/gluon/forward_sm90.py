@@ -176,7 +176,7 @@ def take_tile(i_round, board, t, n, c):
     """Producer: the tile of the round after this one."""
     if c.COUNTED:
         i_t = gl.atomic_add(t.words + NEXT, 1, sem="relaxed") + gl.num_programs(0)
-        tell(board, i_round, i_t, c)
+        tell(board, i_round, i_t)
     else:
         i_t = fixed_tile(i_round + 1, gl.program_id(0), gl.num_programs(0))
     return i_t
@@ -190,7 +190,7 @@ def take_member(i_round, board, t, n, c):
     while (i_t < n.total) and is_empty(i_t, member, n, c):
         i_t = gl.atomic_add(t.words + NEXT, 1, sem="relaxed") + gl.num_programs(0)
         member = member_of(i_t, t, n, c)
-    tell(board, i_round, i_t, c, member)
+    tell(board, i_round, i_t, member)
     return i_t, member
 
 

@@ -105,7 +105,7 @@ def load_tiles(q, k, v, ring, rows, board, t, n, c):
             i_n += 1
         if c.COUNTED:
             i_t = gl.atomic_add(t.words + NEXT, 1) + gl.num_programs(0)
-            tell(board, i_round, i_t, c)
+            tell(board, i_round, i_t)
         else:
             i_t = next_tile(i_round, board, c)
         i_round += 1

@@ -140,6 +140,7 @@ def first_clean(ring, i_n, MENDING: gl.constexpr):
     if MENDING:  # noqa: SIM102  a branch of the compiler, then one of the kernel
         if i_n % 2 == 1:
             mbarrier.arrive(ring.clean, count=1)
+            mbarrier.wait(ring.clean, 0)
 
 
 @gluon.jit
