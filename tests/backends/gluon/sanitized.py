@@ -59,7 +59,13 @@ ROLE = (
     "warp_specialize stores the roles of warps, all meet at hardware barrier 1, and each loads its own; "
     "reported by 2025.3, not by 2026.4: 2026.1 corrected false reports of warpgroups that meet on Hopper"
 )
-KNOWN = {
+BOARD = (
+    "all lanes of the producer store a word of the board, of which the tool keeps the last lane's, they meet by "
+    "bar.warp.sync, and the first lane arrives at the barrier that readers wait for: an order by way of a lane "
+    "that has not stored last is not followed. With a bar.sync of these 32 lanes between it says the same"
+)
+KNOWN = {frozenset((Access("Read", "channel.py", "word_of"), Access("Write", "channel.py", "tell"))): BOARD}
+KNOWN |= {
     frozenset((Access("Read", file, f"def {kernel}"), Access("Write", file, place))): ROLE
     for file, kernel, *places in (
         ("forward_sm90.py", "attend_sm90", "def start_roles", "attend_sm90"),

@@ -32,6 +32,10 @@ def test_what_is_known():
     assert KNOWN
     assert unknown(REPORT.format("Read", role[0], "Write", role[1])) == []
     assert unknown(REPORT.format("Write", role[1], "Read", role[0])) == []
+    word = line_of("channel.py", "return gl.max(board.tile")
+    assert (
+        unknown(REPORT.format("Read", word, "Write", line_of("channel.py", "board.tile.index(i_round"))) == []
+    )
 
 
 def test_what_is_not():
@@ -39,6 +43,8 @@ def test_what_is_not():
     clean = line_of("mending.py", "b_v.slice(i, 16).store(")
     assert unknown(REPORT.format("Write", clean, "Write", clean)) == ["1 x Write of mending.py clean"]
     assert len(unknown(REPORT.format("Read", role, "Write", clean))) == 1
+    word = line_of("channel.py", "return gl.max(board.tile")
+    assert unknown(REPORT.format("Read", word, "Write", clean))
     number = line_of("backward_sm90.py", "i_t = gl.atomic_add(")  # the number of a program, before its roles
     assert unknown(
         REPORT.format("Read", number, "Write", line_of("backward_sm90.py", "def differentiate_sm90("))
