@@ -48,7 +48,9 @@ class Rows(NamedTuple):
 
 
 class Board(NamedTuple):
-    """Two places for the number of the next tile, and with it what is known of its packed member."""
+    """Two places for the number of the next tile, and with it what is known of its packed member. Of a word
+    each lane of the producer has copies of its own, where memory is left, so that what is read was written by
+    the lane that says it is there: racecheck follows no order by way of bar.warp.sync."""
 
     tile: Any
     full: Any
@@ -167,14 +169,23 @@ def first_turn(WG: gl.constexpr, c):
 
 
 @gluon.jit
+def board_of(WORDS: gl.constexpr, c):
+    COPIES: gl.constexpr = 64 if WORDS == 1 or c.D < 256 else 1  # two of each lane, as one would make STSM
+    tile = gl.allocate_shared_memory(gl.int32, [2 * WORDS, COPIES], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    return Board(tile, barriers(2, 1), barriers(2, c.CONSUMERS))
+
+
+@gluon.jit
 def tell(board, i_round, i_t, member=None):
-    """Producer: the tile of the next round, for every consumer. Lanes store, meet, and one of them arrives."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    """Producer: the tile of the next round, for every consumer. Lanes store, meet, and the first arrives."""
     WORDS: gl.constexpr = board.tile.shape[0] // 2
+    COPIES: gl.constexpr = board.tile.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout([max(COPIES // 32, 1)], [32], [1], [0])
     mbarrier.wait(board.free.index(i_round % 2), phase(i_round, 2) ^ 1)
-    board.tile.index(i_round % 2 * WORDS).store(gl.full([1], i_t, gl.int32, layout))
+    board.tile.index(i_round % 2 * WORDS).store(gl.full([COPIES], i_t, gl.int32, layout))
     for i in gl.static_range(1, WORDS):
-        board.tile.index(i_round % 2 * WORDS + i).store(gl.full([1], member[i - 1], gl.int32, layout))
+        word = gl.full([COPIES], member[i - 1], gl.int32, layout)
+        board.tile.index(i_round % 2 * WORDS + i).store(word)
     mbarrier.arrive(board.full.index(i_round % 2), count=1)
 
 
@@ -201,4 +212,4 @@ def told_member(board, i_round):
 def word_of(board, i_round, AT: gl.constexpr):
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     WORDS: gl.constexpr = board.tile.shape[0] // 2
-    return gl.max(board.tile.index(i_round % 2 * WORDS + AT).load(layout), 0)
+    return gl.max(board.tile.index(i_round % 2 * WORDS + AT).slice(0, 1).load(layout), 0)

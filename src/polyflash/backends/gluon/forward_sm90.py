@@ -38,6 +38,7 @@ from polyflash.backends.gluon.channel import (
     acquire_keys,
     acquire_values,
     barriers,
+    board_of,
     first_turn,
     free_keys,
     free_values,
@@ -468,9 +469,7 @@ def start_roles(q, k, v, out, t, n, c):
     b_k, b_v = slots(k, c.STAGES, c.BLOCK_N, c), slots(v, c.STAGES, c.BLOCK_N, c)
     ring = Ring(b_k, b_v, barriers(c.STAGES, 1), barriers(c.STAGES, 1), clean_barrier(c))
     if c.COUNTED:
-        WORDS: gl.constexpr = 6 if c.EARLY and c.PACKED else 1
-        tile = gl.allocate_shared_memory(gl.int32, [2 * WORDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-        board = Board(tile, barriers(2, 1), barriers(2, c.CONSUMERS))
+        board = board_of(6 if c.EARLY and c.PACKED else 1, c)
     else:
         board = Board(ring.k_full, ring.k_full, ring.k_full)
     done = ring.k_full
