@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from polyflash.backends import gluon
-from tests.backends.gluon.sanitized import KNOWN, place_of, unknown
+from tests.backends.gluon.sanitized import place_of, unknown
 
 REPORT = """========= Error: Race reported between {0} access at attend_sm90+0x550 in {1}
 =========     and {2} access at attend_sm90+0x21410 in {3} [24 hazards]
@@ -29,28 +29,30 @@ def test_place_of_a_line():
 
 def test_what_is_known():
     role = line_of("forward_sm90.py", "def attend_sm90("), line_of("forward_sm90.py", "def start_roles(")
-    assert KNOWN
-    assert unknown(REPORT.format("Read", role[0], "Write", role[1])) == []
-    assert unknown(REPORT.format("Write", role[1], "Read", role[0])) == []
-    word = line_of("channel.py", "return gl.max(board.tile")
-    assert (
-        unknown(REPORT.format("Read", word, "Write", line_of("channel.py", "board.tile.index(i_round"))) == []
-    )
+    assert unknown(REPORT.format("Read", role[0], "Write", role[1]), "64-full") == []
+    assert unknown(REPORT.format("Write", role[1], "Read", role[0]), "64-full") == []
+    word, tell = line_of("channel.py", "return gl.max(board.tile"), line_of("channel.py", ".store(word)")
+    assert unknown(REPORT.format("Read", word, "Write", tell), "256-packed-causal") == []
 
 
 def test_what_is_not():
-    role = line_of("forward_sm90.py", "def attend_sm90(")
-    clean = line_of("mending.py", "b_v.slice(i, 16).store(")
-    assert unknown(REPORT.format("Write", clean, "Write", clean)) == ["1 x Write of mending.py clean"]
-    assert len(unknown(REPORT.format("Read", role, "Write", clean))) == 1
-    word = line_of("channel.py", "return gl.max(board.tile")
-    assert unknown(REPORT.format("Read", word, "Write", clean))
-    number = line_of("backward_sm90.py", "i_t = gl.atomic_add(")  # the number of a program, before its roles
-    assert unknown(
-        REPORT.format("Read", number, "Write", line_of("backward_sm90.py", "def differentiate_sm90("))
+    role, clean = (
+        line_of("forward_sm90.py", "def attend_sm90("),
+        line_of("mending.py", "b_v.slice(i, 16).store("),
     )
-    assert unknown("========= Invalid __global__ read of size 4 bytes\n") == [
-        "Invalid __global__ read of size 4 bytes"
-    ]
-    assert unknown("========= Barrier error detected. Divergent thread(s) in block.\n")
-    assert unknown("========= Error: Race reported between something else\n"), "what cannot be read is told"
+    found = unknown(REPORT.format("Write", clean, "Write", clean), "64-full")
+    assert found == ["1 x Write of mending.py clean"]
+    assert unknown(REPORT.format("Read", role, "Write", clean), "64-full")
+    word, tell = line_of("channel.py", "return gl.max(board.tile"), line_of("channel.py", ".store(word)")
+    assert unknown(REPORT.format("Read", word, "Write", tell), "192-packed-causal"), (
+        "copies leave nothing to say"
+    )
+    assert unknown(REPORT.format("Read", word, "Write", clean), "256-packed")
+    number = line_of("backward_sm90.py", "i_t = gl.atomic_add(")  # the number of a program, before its roles
+    head = line_of("backward_sm90.py", "def differentiate_sm90(")
+    assert unknown(REPORT.format("Read", number, "Write", head), "64-full-gradients")
+    for said in ("Invalid __global__ read of size 4 bytes", "Barrier error detected. Missing wait."):
+        assert unknown(f"========= {said}\n", "64-full") == [said]
+    assert unknown("========= Error: Race reported between something else\n", ""), (
+        "what cannot be read is told"
+    )
