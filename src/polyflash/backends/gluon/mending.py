@@ -127,7 +127,7 @@ def pass_blocks(ring, i_n, count, c, WG: gl.constexpr, MENDING: gl.constexpr):
 
 @gluon.jit
 def clean_barrier(c):
-    """Where consumers meet that have cleaned their parts of a block of V."""
+    """Barrier of consumers that have cleaned their parts of a block of V."""
     found = None
     if c.MENDS:
         found = barriers(1, c.CONSUMERS).index(0)
