@@ -60,7 +60,7 @@ ROLE = (
     "reported by 2025.3, not by 2026.4: 2026.1 corrected false reports of warpgroups that meet on Hopper"
 )
 BOARD = (
-    "no memory is left for copies of each lane (`Board`): all store a word, of which the tool keeps the last, "
+    "no memory is left for copies of each lane (`Board`): all store a word, the tool keeps the last one, "
     "they meet by bar.warp.sync, and the first arrives; with copies it reports nothing of the same board"
 )
 KNOWN = (
