@@ -481,6 +481,7 @@ def differentiate_sm90(t, n, c, q, dout, k, v, stats, dq, dk, dv):
     i_t = gl.program_id(0)
     if c.ORDERED:
         i_t = gl.atomic_add(t.odd + 1, 1)
+        gl.thread_barrier()  # all have the number before a warp writes what roles are given into its memory
     place = find_place(i_t, t, n, c)
     fence_async_shared()
     gl.warp_specialize([

@@ -27,12 +27,14 @@ RESERVED: gl.constexpr = gl.constexpr(4)
 
 
 class Ring(NamedTuple):
-    """Slots (STAGES, 1, 1, BLOCK_N, channels) of K and V, and their barriers."""
+    """Slots (STAGES, 1, 1, BLOCK_N, channels) of K and V, and their barriers; where tiles are mended, that of
+    consumers who have put 0 for what is not finite in a block of V."""
 
     k: Any
     v: Any
     k_full: Any
     v_full: Any
+    clean: Any = None
 
 
 class Rows(NamedTuple):
@@ -46,7 +48,9 @@ class Rows(NamedTuple):
 
 
 class Board(NamedTuple):
-    """Two places for the number of the next tile, and with it what is known of its packed member."""
+    """Two places for the number of the next tile, and with it what is known of its packed member. Of a word
+    each lane of the producer has copies of its own, where memory is left, so that what is read was written by
+    the lane that says it is there: racecheck follows no order by way of bar.warp.sync."""
 
     tile: Any
     full: Any
@@ -158,20 +162,6 @@ def pass_turn(WG: gl.constexpr, c):
 
 
 @gluon.jit
-def pass_blocks(ring, i_n, count, c, WG: gl.constexpr):
-    """Lets blocks go by that other rows of the tile see, and none of these. Gives the number of the next."""
-    for _ in range(count):
-        keys_of(ring, i_n, c)
-        take_turn(WG, c)
-        pass_turn(WG, c)
-        free_keys(i_n, c)
-        values_of(ring, i_n, c)
-        free_values(i_n, c)
-        i_n += 1
-    return i_n
-
-
-@gluon.jit
 def first_turn(WG: gl.constexpr, c):
     """The last consumer gives the first one its first turn."""
     if WG == c.CONSUMERS - 1:
@@ -179,14 +169,23 @@ def first_turn(WG: gl.constexpr, c):
 
 
 @gluon.jit
+def board_of(WORDS: gl.constexpr, c):
+    COPIES: gl.constexpr = 64 if WORDS == 1 or c.D < 256 else 1  # two of each lane, as one would make STSM
+    tile = gl.allocate_shared_memory(gl.int32, [2 * WORDS, COPIES], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    return Board(tile, barriers(2, 1), barriers(2, c.CONSUMERS))
+
+
+@gluon.jit
 def tell(board, i_round, i_t, member=None):
-    """Producer: the tile of the next round, for every consumer."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    """Producer: the tile of the next round, for every consumer. Lanes store, meet, and the first arrives."""
     WORDS: gl.constexpr = board.tile.shape[0] // 2
+    COPIES: gl.constexpr = board.tile.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout([max(COPIES // 32, 1)], [32], [1], [0])
     mbarrier.wait(board.free.index(i_round % 2), phase(i_round, 2) ^ 1)
-    board.tile.index(i_round % 2 * WORDS).store(gl.full([1], i_t, gl.int32, layout))
+    board.tile.index(i_round % 2 * WORDS).store(gl.full([COPIES], i_t, gl.int32, layout))
     for i in gl.static_range(1, WORDS):
-        board.tile.index(i_round % 2 * WORDS + i).store(gl.full([1], member[i - 1], gl.int32, layout))
+        word = gl.full([COPIES], member[i - 1], gl.int32, layout)
+        board.tile.index(i_round % 2 * WORDS + i).store(word)
     mbarrier.arrive(board.full.index(i_round % 2), count=1)
 
 
@@ -213,4 +212,4 @@ def told_member(board, i_round):
 def word_of(board, i_round, AT: gl.constexpr):
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     WORDS: gl.constexpr = board.tile.shape[0] // 2
-    return gl.max(board.tile.index(i_round % 2 * WORDS + AT).load(layout), 0)
+    return gl.max(board.tile.index(i_round % 2 * WORDS + AT).slice(0, 1).load(layout), 0)

@@ -38,12 +38,12 @@ from polyflash.backends.gluon.channel import (
     acquire_keys,
     acquire_values,
     barriers,
+    board_of,
     first_turn,
     free_keys,
     free_values,
     keys_of,
     load_slot,
-    pass_blocks,
     pass_turn,
     phase,
     rows_number,
@@ -56,10 +56,13 @@ from polyflash.backends.gluon.channel import (
     values_of,
 )
 from polyflash.backends.gluon.mending import (
+    clean_barrier,
     clean_values,
     find_marked,
+    first_clean,
     is_any_marked,
     marks_of,
+    pass_blocks,
     store_marks,
 )
 from polyflash.backends.gluon.parts import awaited, finish, no_sums, rescale, scores_of, weighted
@@ -352,7 +355,7 @@ def attend_blocks(
     i_n, j_0 = at
     for _ in range(first, end):
         if MENDING:
-            clean_values(ring, i_n - 1, c)
+            clean_values(ring, i_n - 1, c, WG)
         j_0 -= c.BLOCK_N
         sums = attend_block(q, ring, sums, seen, i_n, j_0, n, c, WG, MASKED, MENDING)
         i_n += 1
@@ -366,6 +369,7 @@ def attend_tiles(out, ring, rows, board, t, n, c, i_n, i_round, WG: gl.constexpr
     DTYPE: gl.constexpr = out[0].dtype
     EARLY: gl.constexpr = c.EARLY and not MENDING
     KNOWN: gl.constexpr = EARLY and c.PACKED
+    first_clean(ring, i_n, MENDING)
     i_t = first_tile(t, n, MENDING, c)
     i_bh, i_m = tile_of(i_t, n, c.HEADS, c.HAS_RIGHT)
     if KNOWN:
@@ -387,7 +391,7 @@ def attend_tiles(out, ring, rows, board, t, n, c, i_n, i_round, WG: gl.constexpr
         i_slot = i_q % c.ROW_SLOTS
         mbarrier.wait(rows.full.index(i_slot), phase(i_q, c.ROW_SLOTS))
         q = slot_of(rows.q, i_slot, 64, c)
-        i_n = pass_blocks(ring, i_n, tile_end - end, c, WG)
+        i_n = pass_blocks(ring, i_n, tile_end - end, c, WG, MENDING)
         j_0 = (end - 1) * c.BLOCK_N
         b_p, m_i, l_i = first_block(q, ring, seen, i_n, j_0, n, c, WG, MENDING)
         sums = no_sums(c), packed(b_p, DTYPE), m_i, l_i
@@ -405,7 +409,7 @@ def attend_tiles(out, ring, rows, board, t, n, c, i_n, i_round, WG: gl.constexpr
         if not c.SHARED_OUT:
             mbarrier.arrive(rows.free.index(i_slot), count=1)
         if MENDING:
-            clean_values(ring, i_n - 1, c)
+            clean_values(ring, i_n - 1, c, WG)
         acc = weighted(acc, b_pairs, values_of(ring, i_n - 1, c), c)
         if EARLY:  # no branch, so beside a product
             if KNOWN:
@@ -422,16 +426,14 @@ def attend_tiles(out, ring, rows, board, t, n, c, i_n, i_round, WG: gl.constexpr
         acc = awaited(acc, c)
         free_values(i_n - 1, c)
         if c.BELOW:
-            i_n = pass_blocks(ring, i_n, tile_count - (tile_end - end) - count, c, WG)
+            i_n = pass_blocks(ring, i_n, tile_count - (tile_end - end) - count, c, WG, MENDING)
         if not MENDING:
             b_mark = marks_of(acc, m_i, l_i, seen, c)
         tile = b_share, l_i, at, i_row, (j_0, min(end * c.BLOCK_N, place.live))
         i_out = i_slot if c.SHARED_OUT else WG
-        slot = rows.out[0].index(i_out)
-        finish(acc[0], out[0], slot, tile, place, seen, t, n, c, 0, MENDING)
+        finish(acc[0], out[0], rows.out[0].index(i_out), tile, place, seen, t, n, c, 0, MENDING)
         if c.REST > 0:
-            slot = rows.out[1].index(i_out)
-            finish(acc[1], out[1], slot, tile, place, seen, t, n, c, c.D, MENDING)
+            finish(acc[1], out[1], rows.out[1].index(i_out), tile, place, seen, t, n, c, c.D, MENDING)
         if c.SHARED_OUT:
             tma.store_wait(0)
             mbarrier.arrive(rows.free.index(i_slot), count=1)
@@ -465,11 +467,9 @@ def start_roles(q, k, v, out, t, n, c):
     b_out = b_q if c.SHARED_OUT else slots(q, c.CONSUMERS, 64, c)
     rows = Rows(b_q, b_out, barriers(c.ROW_SLOTS, 1), barriers(c.ROW_SLOTS, 1))
     b_k, b_v = slots(k, c.STAGES, c.BLOCK_N, c), slots(v, c.STAGES, c.BLOCK_N, c)
-    ring = Ring(b_k, b_v, barriers(c.STAGES, 1), barriers(c.STAGES, 1))
+    ring = Ring(b_k, b_v, barriers(c.STAGES, 1), barriers(c.STAGES, 1), clean_barrier(c))
     if c.COUNTED:
-        WORDS: gl.constexpr = 6 if c.EARLY and c.PACKED else 1
-        tile = gl.allocate_shared_memory(gl.int32, [2 * WORDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-        board = Board(tile, barriers(2, 1), barriers(2, c.CONSUMERS))
+        board = board_of(6 if c.EARLY and c.PACKED else 1, c)
     else:
         board = Board(ring.k_full, ring.k_full, ring.k_full)
     done = ring.k_full

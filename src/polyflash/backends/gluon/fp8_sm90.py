@@ -30,6 +30,7 @@ from polyflash.backends.gluon.channel import (
     acquire_keys,
     acquire_values,
     barriers,
+    board_of,
     first_turn,
     free_keys,
     free_values,
@@ -323,11 +324,7 @@ def attend_fp8(t, n, c, q, k, v, out):
     rows = Rows(slots((q,), c.CONSUMERS, 64, c), total, barriers(c.CONSUMERS, 1), barriers(c.CONSUMERS, 1))
     b_k = slots((k,), c.STAGES, c.BLOCK_N, c)
     ring = Ring(b_k, ring_v, barriers(c.STAGES, 1), barriers(c.STAGES, 1))
-    if c.COUNTED:
-        tile = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-        board = Board(tile, barriers(2, 1), barriers(2, c.CONSUMERS))
-    else:
-        board = Board(ring.k_full, ring.k_full, ring.k_full)
+    board = board_of(1, c) if c.COUNTED else Board(ring.k_full, ring.k_full, ring.k_full)
     fence_async_shared()
     gl.warp_specialize(
         [

@@ -9,7 +9,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from polyflash.backends.gluon.channel import values_of
+from polyflash.backends.gluon.channel import (
+    barriers,
+    free_keys,
+    free_values,
+    keys_of,
+    pass_turn,
+    take_turn,
+    values_of,
+)
 from polyflash.backends.gluon.places import FAR
 from polyflash.backends.gluon.schedule import tile_of
 from polyflash.backends.gluon.shim import accumulator, row_sum
@@ -101,19 +109,56 @@ def find_nonfinite(p_head, end, x, c, FROM: gl.constexpr, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def clean_values(ring, i_n, c):
-    """Puts 0 for what is not finite in block i_n of V, in its slot. Every consumer does, and writes the
-    same."""
-    b_v = values_of(ring, i_n, c)
-    clean(b_v[0], c)
-    if c.REST > 0:
-        clean(b_v[1], c)
-    fence_async_shared()
+def pass_blocks(ring, i_n, count, c, WG: gl.constexpr, MENDING: gl.constexpr):
+    """Lets blocks go by that other rows of the tile see, and none of these. Gives the number of the next."""
+    for _ in range(count):
+        keys_of(ring, i_n, c)
+        take_turn(WG, c)
+        pass_turn(WG, c)
+        free_keys(i_n, c)
+        if MENDING:
+            clean_values(ring, i_n, c, WG)
+        else:
+            values_of(ring, i_n, c)
+        free_values(i_n, c)
+        i_n += 1
+    return i_n
 
 
 @gluon.jit
-def clean(b_v, c):
-    for i in gl.static_range(0, c.BLOCK_N, 16):
+def clean_barrier(c):
+    """Barrier of consumers that have cleaned their parts of a block of V."""
+    found = None
+    if c.MENDS:
+        found = barriers(1, c.CONSUMERS).index(0)
+    return found
+
+
+@gluon.jit
+def first_clean(ring, i_n, MENDING: gl.constexpr):
+    """Block i_n is the first to be mended: its phase is that of its number from here on."""
+    if MENDING:  # noqa: SIM102  a branch of the compiler, then one of the kernel
+        if i_n % 2 == 1:
+            mbarrier.arrive(ring.clean, count=1)
+            mbarrier.wait(ring.clean, 0)
+
+
+@gluon.jit
+def clean_values(ring, i_n, c, WG: gl.constexpr):
+    """Puts 0 for what is not finite in block i_n of V, in its slot: each consumer in its part, and then all
+    wait for one another."""
+    b_v = values_of(ring, i_n, c)
+    clean(b_v[0], c, WG)
+    if c.REST > 0:
+        clean(b_v[1], c, WG)
+    fence_async_shared()
+    mbarrier.arrive(ring.clean, count=1)
+    mbarrier.wait(ring.clean, i_n % 2)
+
+
+@gluon.jit
+def clean(b_v, c, WG: gl.constexpr):
+    for i in gl.static_range(16 * WG, c.BLOCK_N, 16 * c.CONSUMERS):
         b_x = b_v.slice(i, 16).load(by_channel()).to(gl.float32)
         b_v.slice(i, 16).store(gl.where(b_x - b_x == 0.0, b_x, 0.0).to(b_v.dtype))
 
