@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from polyflash.errors import SpecError, described, spec_error
+from polyflash.parallel import mailbox
 
 ONE_MESSAGE, ALIGNED = 1 << 24, 16  # bytes
 Sent = Sequence[tuple[int, Tensor]]  # peers, and what goes there
@@ -26,6 +27,8 @@ Shape = tuple[int, ...]
 class Team:
     """The ranks of one process group. `sent` counts the bytes that this rank has sent to others."""
 
+    asked, box = True, None  # was it asked whether all are on one host, and the memory that they share then
+
     def __init__(self, group: Any) -> None:
         self._group, self.rank, self.size = ref(group), dist.get_rank(group), dist.get_world_size(group)
         self.sent = self.calls = 0
@@ -34,6 +37,7 @@ class Team:
         if "cpu" not in kinds and torch.cuda.is_available():
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.meets = "nccl" in str(dist.get_backend_config(group))
+        self.asked = False
 
     @property
     def group(self) -> Any:
@@ -120,6 +124,35 @@ class Team:
 
         return wait
 
+    def tell(self, words: Sequence[int], what: str) -> Callable[[], list[list[int]]]:
+        """Starts telling all ranks some numbers; call the result for those of each. On a device's own backend
+        of ranks on several hosts this waits for earlier exchanges, not for what is computed beside them."""
+        if not self.asked:
+            self.asked = True
+            with self._named(what):
+                self.box = mailbox.shared(
+                    self.rank, self.size, lambda x: self._told(x, what)(), _patience(self.group)
+                )
+        if (box := self.box) is None:
+            return self._told(words, what)
+        turn, count = box.put(words), len(words)
+
+        def wait() -> list[list[int]]:
+            with self._named(what):
+                return box.take(turn, count)
+
+        return wait
+
+    def _told(self, words: Sequence[int], what: str) -> Callable[[], list[list[int]]]:
+        with self.aside():
+            wait = self.gather(torch.tensor(words, dtype=torch.int64, device=self.device), what)
+
+        def told() -> list[list[int]]:
+            with self.aside():
+                return wait().tolist()  # type: ignore[no-any-return]
+
+        return told
+
     def swap(self, parts: Sequence[Tensor], shapes: Sequence[Shape], what: str) -> Callable[[], list[Tensor]]:
         """Starts sending part s to rank s; call the result for what each rank sent here, of given shapes."""
         kind, sizes = parts[0].dtype, [x.numel() * x.element_size() for x in parts]
@@ -148,6 +181,15 @@ class Team:
                 f"rank ended, hangs or made another call, and this group is of no more use. It said: {why}"
             )
             raise RuntimeError(text) from error
+
+
+def _patience(group: Any) -> float:
+    """Seconds after which a group gives up."""
+    try:
+        kind = "cpu" if "cpu" in {x.type for x in group._device_types} else "cuda"
+        return float(group._get_backend(torch.device(kind)).options._timeout.total_seconds())
+    except (AttributeError, RuntimeError):
+        return float(dist.constants.default_pg_timeout.total_seconds())
 
 
 # The newer name, where torch has it: the older one warns there.

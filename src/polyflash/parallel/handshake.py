@@ -55,13 +55,10 @@ def begin(team: Team, words: Sequence[int]) -> Callable[[], Held]:
 
     Raises:
         SpecError: from that call, on every rank alike, with the first field that differs and who said it."""
-    with team.aside():
-        sent = torch.tensor(words, dtype=torch.int64, device=team.device)
-        wait = team.gather(sent, "compared its call with those of the others")
+    wait = team.tell(words, "compared its call with those of the others")
 
     def compared() -> Held:
-        with team.aside():
-            table = wait().tolist()
+        table = wait()
         shared = table[0][:_SHARED]
         if shared[0] or any(row[:_SHARED] != shared for row in table):
             _refuse(table)
