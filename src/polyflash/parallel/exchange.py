@@ -26,8 +26,6 @@ from polyflash.spec import Arguments
 
 NARROW = "narrow"  # of `Call.known`: has no gradient that this rank sent been more than one part of 16 bits?
 _KEPT_BLOCKS = 256
-MOST_PLANES, LEAST_PLANE = 16, 1 << 20  # messages instead of one, and bytes of each
-DIRECT = True
 
 
 class Source(NamedTuple):
@@ -101,16 +99,6 @@ class Call:
         arriving, join = schedule.steps(self.q, self.k, rank, self.sight)[1].keys.rows, self._join(rank)
         few = join is not None and joins.FEW_ARRIVE * arriving <= self.k.held(rank)
         return not arriving or (few and join is not None and join.mine is not None)
-
-    def by_planes(self, owner: int, like: Tensor, *likes: Tensor) -> bool:
-        """Do keys of `owner`, and their gradients on the way back, travel head by head, from where they are
-        to where they belong? Both ends find the same."""
-        join = self._join(1 - owner) if self.waits(like) and DIRECT and not self.packed else None
-        if join is None or any(self.forms) or sum(not x.own for x in join.pieces) != 1:
-            return False
-        lent = schedule.steps(self.q, self.k, owner, self.sight)[1].lent
-        least = min(x.shape[3] * x.element_size() for x in (like, *likes)) * lent.rows
-        return lent.slice is not None and prod(like.shape[:2]) <= MOST_PLANES and least >= LEAST_PLANE
 
     @property
     def whole(self) -> bool:
@@ -207,7 +195,7 @@ class Call:
             early: list[Tensor] | None = None
             if pieces and self.waits(k):
                 laid: list[Tensor] = []
-                if self.join is not None and not (there or self.packed) and not self.by_planes(1 - self.team.rank, k, v):
+                if self.join is not None and not (there or self.packed):
                     laid = [places.laid(self.join.pieces, x) for x in (k, v)]
                 early = [*arrived(True), *laid]
             if own is not None and not last:
@@ -237,30 +225,18 @@ class Call:
             step = steps[t]
             if there:
                 return lambda: [places.wire(x[:, :, :0], self.packed) for x in joined]
+            into = self._rooms((k, v), step.keys.rows)
             sends = [(step.reader, places.lent(x, step.lent, self.packed)) for x in (k, v)]
-            if self.by_planes(self.team.rank, k, v):
-                sends = _planes(sends)
-            if self.by_planes(step.owner, k, v):
-                at = next(x for x in join.pieces if not x.own)
-                into = [x.new_empty((*x.shape[:2], join.keys, x.shape[3])) for x in (k, v)]
-                receives = _planes([(step.owner, x.narrow(2, at.at, at.rows)) for x in into])
-            else:
-                into = self._rooms((k, v), step.keys.rows)
-                receives = [(step.owner, x) for x in into]
+            receives = [(step.owner, x) for x in into]
             if t == 1:
                 agreed()
             wait = self.team.exchange(sends, receives, f"{what}, step {t}")
-            if self.by_planes(step.owner, k, v):
-                for x, room in zip((k, v), into, strict=True):
-                    places.lay(join.pieces, x, True, room)
             return lambda: (wait(), into)[1]  # type: ignore[func-returns-value]
 
         def source(t: int, both: list[Tensor]) -> Source:
             if join is not None:
                 k_all, v_all = joined
-                if not there and self.by_planes(1 - self.team.rank, k, v):
-                    k_all, v_all = both
-                elif not there:
+                if not there:
                     each = zip((k, v), both[:2], both[2:] or (None, None), strict=True)
                     k_all, v_all = (places.joined(join.pieces, *x, self.packed) for x in each)
                 return Source(k_all, v_all, join.blocks, heads, steps[t], join)
@@ -339,25 +315,16 @@ class Call:
             return None
         self.known[NARROW] = self.known.get(NARROW, True) and all(sent.is_narrow for sent, _, _ in pairs)
         likes, kind = [like for _, _, like in pairs], source.k.dtype if narrow else sums_of(source.k)
-        into = self._rooms(likes, step.lent.rows, kind)
-        receives = [(step.reader, x) for x in into]
-        if narrow and self.by_planes(self.team.rank, source.k, source.v):
-            receives = _planes(receives)
-        direct = narrow and self.by_planes(step.owner, source.k, source.v)
-        rooms = [None] * len(pairs) if direct else self._rooms(likes, step.keys.rows, kind)
+        into, rooms = (self._rooms(likes, rows, kind) for rows in (step.lent.rows, step.keys.rows))
         spans = (joins.Piece(False, 0, 0, step.keys.rows),) if source.join is None else source.join.pieces
-        sends: list[tuple[int, Tensor]] = []
-        for (sent, total, like), room in zip(pairs, rooms, strict=True):
+        for (sent, total, _), room in zip(pairs, rooms, strict=True):
             for own, at, first, rows in spans:
                 if own:
                     sent.pour(total, 0, first, (at, at + rows))
-                elif room is not None:
-                    sent.read(places.wire(room, self.packed)[:, :, first : first + rows], 0, at)
                 else:
-                    sends += _planes([(step.owner, sent.rows(like.shape[1], at, rows))])
-            if room is not None:
-                sends.append((step.owner, room))
-        wait = self.team.exchange(sends, receives, what)
+                    sent.read(places.wire(room, self.packed)[:, :, first : first + rows], 0, at)
+        sends = [(step.owner, x) for x in rooms]
+        wait = self.team.exchange(sends, [(step.reader, x) for x in into], what)
 
         def arrived() -> None:
             wait()
@@ -390,8 +357,3 @@ class Call:
         each = k.shape[0] * self.k.rows * (k.shape[3] + v.shape[3]) * k.element_size()
         n = max(1, GATHERED_BYTES // max(1, each))
         return [(h, min(h + n, k.shape[1])) for h in range(0, k.shape[1], n)]
-
-
-def _planes(messages: Sequence[tuple[int, Tensor]]) -> list[tuple[int, Tensor]]:
-    """A message for every head of each."""
-    return [(peer, plane) for peer, x in messages for entry in x.unbind(0) for plane in entry.unbind(0)]

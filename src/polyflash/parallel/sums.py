@@ -61,20 +61,6 @@ class Sum:
                 place = into[:, h0 - head : h1 - head, r0 - row : r1 - row]
                 _add(found, place, bool(parts) and parts[0][0] is into)
 
-    def rows(self, heads: int, row: int, count: int) -> Tensor:
-        """So many rows, with all heads, as they lie in a part that has them, if there is one."""
-        found = (
-            x[:, :, row - r[0] : row + count - r[0]]
-            for x, h, r in self._parts
-            if h == (0, heads) and r[0] <= row and row + count <= r[1]
-        )
-        if (one := next(found, None)) is not None:
-            return one
-        like = self._like
-        into = like.new_empty((like.shape[0], heads, count, like.shape[3]))
-        self.read(into, 0, row)
-        return into
-
     @property
     def is_narrow(self) -> bool:
         """Does no element have two parts, and none one of a wider dtype than what this is like?"""

@@ -358,7 +358,12 @@ def _is_current(device: torch.device) -> bool:
 def _like(x: Tensor, given: Sequence[Any]) -> int:
     """Place among `given` of a tensor whose `empty_like` is room for `x`; -1: there is none."""
     alike = (i for i, y in enumerate(given) if y is not None and y.shape == x.shape and y.dtype is x.dtype)
-    return next((i for i in alike if torch.empty_like(given[i], device="meta").stride() == x.stride()), -1)
+    steps = [step for size, step in zip(x.shape, x.stride(), strict=True) if size > 1]  # others say nothing
+    for i in alike:
+        strides = zip(x.shape, torch.empty_like(given[i], device="meta").stride(), strict=True)
+        if [step for size, step in strides if size > 1] == steps:
+            return i
+    return -1
 
 
 class Calls:
