@@ -25,10 +25,16 @@ Sent = Sequence[tuple[int, Tensor]]  # peers, and what goes there
 Shape = tuple[int, ...]
 
 
+_NO_BOX: mailbox.Mailbox | None = None
+
+
 class Team:
     """The ranks of one process group. `sent` counts the bytes that this rank has sent to others."""
 
-    asked, box = True, None  # was it asked whether all are on one host, and the memory that they share then
+    asked, box = (
+        True,
+        _NO_BOX,
+    )  # was it asked whether all are on one host, and the memory that they share then
 
     def __init__(self, group: Any) -> None:
         self._group, self.rank, self.size = ref(group), dist.get_rank(group), dist.get_world_size(group)
@@ -116,8 +122,7 @@ class Team:
             of_none = (sends or receives)[0][1].new_empty(0)
             given = [made[0][1] if made else of_none for made in (receives, sends)]
             counts = [[x.numel() * (rank != self.rank) for rank in range(2)] for x in given]
-            work = dist.all_to_all_single(*given, *counts, self.group, async_op=True)
-            return [work]
+            return [_all_to_all(*given, *counts, self.group, async_op=True)]
         verbs = ((dist.isend, sends), (dist.irecv, receives))
         peers = [dist.get_global_rank(self.group, peer) for peer in range(self.size)]
         ops = [dist.P2POp(verb, x, peers[peer], self.group) for verb, made in verbs for peer, x in made]
@@ -175,7 +180,7 @@ class Team:
         self.sent += sum(sizes) - sizes[self.rank]
         whole = flat(parts).view(torch.uint8)
         with self._named(what):
-            work = dist.all_to_all_single(into, whole, counts, sizes, self.group, async_op=True)
+            work = _all_to_all(into, whole, counts, sizes, self.group, async_op=True)
 
         def wait() -> list[Tensor]:
             with self._named(what):
@@ -207,6 +212,7 @@ def _patience(group: Any) -> float:
 
 
 # The newer name, where torch has it: the older one warns there.
+_all_to_all: Any = dist.all_to_all_single
 _all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
 
 

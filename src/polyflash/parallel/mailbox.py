@@ -70,14 +70,15 @@ class Mailbox:
 
 def shared(rank: int, size: int, tell: Tell, seconds: float) -> Mailbox | None:
     """That of ranks which all call this at once; None where one of them is on another host."""
-    name, files = uuid.uuid4(), []
+    name = uuid.uuid4()
+    files: list[int] = []
     own = _made(name)
     try:
         told = tell((0, 0) if own is None else struct.unpack("=2q", name.bytes))
         with contextlib.suppress(OSError):
             for other, words in enumerate(told if own is not None else ()):
                 of = uuid.UUID(bytes=struct.pack("=2q", *words))
-                files.append(own if other == rank else os.open(_path(of), os.O_RDWR))  # type: ignore[arg-type]
+                files.append(own if own is not None and other == rank else os.open(_path(of), os.O_RDWR))
         every = tell((int(len(files) == size), 0))
     finally:
         if own is not None:
