@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -182,12 +182,14 @@ def _peak(run: Callable[[], None], device: torch.device) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def rows(name: str, sizes: dict[str, Any], device: torch.device, rounds: int) -> Iterator[dict[str, Any]]:
+def rows(
+    name: str, sizes: dict[str, Any], device: torch.device, rounds: int, methods: Sequence[str] = METHODS
+) -> Iterator[dict[str, Any]]:
     """One row per method; times are medians of `rounds`, arms by turns; one device's the mean of all."""
     own, ranks = Call(sizes, device, False), dist.get_world_size()
     arms: dict[str, Callable[[], None]] = {}
     rows: dict[str, dict[str, Any]] = {}
-    for method in METHODS:
+    for method in methods:
         if method == "ulysses" and sizes["heads"][0] % ranks:
             continue
         listening = Listening()

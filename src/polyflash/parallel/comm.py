@@ -17,24 +17,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from polyflash.errors import SpecError, described, spec_error
-from polyflash.parallel import mailbox
 
 ONE_MESSAGE, ALIGNED = 1 << 24, 16  # bytes
-ONE_OPERATION = True
 Sent = Sequence[tuple[int, Tensor]]  # peers, and what goes there
 Shape = tuple[int, ...]
 
 
-_NO_BOX: mailbox.Mailbox | None = None
-
-
 class Team:
     """The ranks of one process group. `sent` counts the bytes that this rank has sent to others."""
-
-    asked, box = (
-        True,
-        _NO_BOX,
-    )  # was it asked whether all are on one host, and the memory that they share then
 
     def __init__(self, group: Any) -> None:
         self._group, self.rank, self.size = ref(group), dist.get_rank(group), dist.get_world_size(group)
@@ -44,7 +34,6 @@ class Team:
         if "cpu" not in kinds and torch.cuda.is_available():
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.meets = "nccl" in str(dist.get_backend_config(group))
-        self.asked = False
 
     @property
     def group(self) -> Any:
@@ -89,21 +78,22 @@ class Team:
         if self.meets:  # NCCL wants every rank in the first call of a group, and not all may send
             self.meets = False
             self.gather(torch.zeros(1, device="cuda"), what)()
-        apart: list[tuple[Tensor, Tensor]] = []
-        both: list[list[tuple[int, Tensor]]] = []  # what is sent, and what is received, as bytes
-        for pairs in (sends, receives):
+        ops, kept, apart = [], [], []
+        for verb, pairs in ((dist.isend, sends), (dist.irecv, receives)):
             made = [(peer, x) for peer, x in pairs if x.numel()]
             if _is_one_message(made):
                 whole = flat([x for _, x in made])
-                if pairs is receives and whole.data_ptr() != made[0][1].data_ptr():
-                    parts = whole.split([x.numel() for _, x in made])
-                    apart = list(zip([x for _, x in made], parts, strict=True))
+                if verb is dist.irecv and whole.data_ptr() != made[0][1].data_ptr():
+                    apart = list(
+                        zip([x for _, x in made], whole.split([x.numel() for _, x in made]), strict=True)
+                    )
                 made = [(made[0][0], whole)]
-            both.append([(peer, _bytes(x)) for peer, x in made])
-        kept = [x for made in both for _, x in made]
-        self.sent += sum(x.numel() for _, x in both[0])
+            for peer, x in ((peer, _bytes(x)) for peer, x in made):
+                kept.append(x)
+                ops.append(dist.P2POp(verb, x, dist.get_global_rank(self.group, peer), self.group))
+                self.sent += x.numel() if verb is dist.isend else 0
         with self._named(what):
-            works = self._started(*both) if kept else []
+            works = dist.batch_isend_irecv(ops) if ops else []
 
         def wait() -> None:
             with self._named(what):
@@ -114,19 +104,6 @@ class Team:
             kept.clear()  # what is under way keeps its memory till here
 
         return wait
-
-    def _started(self, sends: Sent, receives: Sent) -> list[Any]:
-        """Works of bytes on their way. Of two ranks that have one message each way at most, one operation,
-        which takes the host half as long."""
-        if self.size == 2 and max(len(sends), len(receives)) == 1 and ONE_OPERATION:
-            of_none = (sends or receives)[0][1].new_empty(0)
-            given = [made[0][1] if made else of_none for made in (receives, sends)]
-            counts = [[x.numel() * (rank != self.rank) for rank in range(2)] for x in given]
-            return [_all_to_all(*given, *counts, self.group, async_op=True)]
-        verbs = ((dist.isend, sends), (dist.irecv, receives))
-        peers = [dist.get_global_rank(self.group, peer) for peer in range(self.size)]
-        ops = [dist.P2POp(verb, x, peers[peer], self.group) for verb, made in verbs for peer, x in made]
-        return dist.batch_isend_irecv(ops)  # type: ignore[no-any-return]
 
     def gather(self, x: Tensor, what: str) -> Callable[[], Tensor]:
         """Starts collecting tensors of one shape; call the result for (ranks, *x.shape)."""
@@ -143,35 +120,6 @@ class Team:
 
         return wait
 
-    def tell(self, words: Sequence[int], what: str) -> Callable[[], list[list[int]]]:
-        """Starts telling all ranks some numbers; call the result for those of each. On a device's own backend
-        of ranks on several hosts this waits for earlier exchanges, not for what is computed beside them."""
-        if not self.asked:
-            self.asked = True
-            with self._named(what):
-                self.box = mailbox.shared(
-                    self.rank, self.size, lambda x: self._told(x, what)(), _patience(self.group)
-                )
-        if (box := self.box) is None:
-            return self._told(words, what)
-        turn, count = box.put(words), len(words)
-
-        def wait() -> list[list[int]]:
-            with self._named(what):
-                return box.take(turn, count)
-
-        return wait
-
-    def _told(self, words: Sequence[int], what: str) -> Callable[[], list[list[int]]]:
-        with self.aside():
-            wait = self.gather(torch.tensor(words, dtype=torch.int64, device=self.device), what)
-
-        def told() -> list[list[int]]:
-            with self.aside():
-                return wait().tolist()  # type: ignore[no-any-return]
-
-        return told
-
     def swap(self, parts: Sequence[Tensor], shapes: Sequence[Shape], what: str) -> Callable[[], list[Tensor]]:
         """Starts sending part s to rank s; call the result for what each rank sent here, of given shapes."""
         kind, sizes = parts[0].dtype, [x.numel() * x.element_size() for x in parts]
@@ -180,7 +128,7 @@ class Team:
         self.sent += sum(sizes) - sizes[self.rank]
         whole = flat(parts).view(torch.uint8)
         with self._named(what):
-            work = _all_to_all(into, whole, counts, sizes, self.group, async_op=True)
+            work = dist.all_to_all_single(into, whole, counts, sizes, self.group, async_op=True)
 
         def wait() -> list[Tensor]:
             with self._named(what):
@@ -202,17 +150,7 @@ class Team:
             raise RuntimeError(text) from error
 
 
-def _patience(group: Any) -> float:
-    """Seconds after which a group gives up."""
-    try:
-        kind = "cpu" if "cpu" in {x.type for x in group._device_types} else "cuda"
-        return float(group._get_backend(torch.device(kind)).options._timeout.total_seconds())
-    except (AttributeError, RuntimeError):
-        return float(dist.constants.default_pg_timeout.total_seconds())
-
-
 # The newer name, where torch has it: the older one warns there.
-_all_to_all: Any = dist.all_to_all_single
 _all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
 
 

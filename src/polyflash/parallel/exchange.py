@@ -26,7 +26,6 @@ from polyflash.spec import Arguments
 
 NARROW = "narrow"  # of `Call.known`: has no gradient that this rank sent been more than one part of 16 bits?
 _KEPT_BLOCKS = 256
-BY_ROWS = True
 
 
 class Source(NamedTuple):
@@ -93,7 +92,7 @@ class Call:
     def by_rows(self, k: Tensor) -> bool:
         """Do keys of a ring travel row by row, with all heads of each, and lie so when they are joined? Those
         of one entry then arrive where they are read, and gradients leave from where they were made."""
-        return self.packed or (BY_ROWS and self.alone and self.waits(k))
+        return self.packed or (self.alone and self.waits(k))
 
     @cached_property
     def keeps(self) -> bool:

@@ -55,10 +55,13 @@ def begin(team: Team, words: Sequence[int]) -> Callable[[], Held]:
 
     Raises:
         SpecError: from that call, on every rank alike, with the first field that differs and who said it."""
-    wait = team.tell(words, "compared its call with those of the others")
+    with team.aside():
+        sent = torch.tensor(words, dtype=torch.int64, device=team.device)
+        wait = team.gather(sent, "compared its call with those of the others")
 
     def compared() -> Held:
-        table = wait()
+        with team.aside():
+            table = wait().tolist()
         shared = table[0][:_SHARED]
         if shared[0] or any(row[:_SHARED] != shared for row in table):
             _refuse(table)

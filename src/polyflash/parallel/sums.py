@@ -64,9 +64,10 @@ class Sum:
     def part(self, row: int, count: int) -> Tensor | None:
         """So many rows of a part that has all heads of them, where they are the sum."""
         met = [(x, h, r) for x, h, r in self._parts if _meet(r, (row, row + count))]
-        if len(met) != 1 or met[0][1] != (0, self._like.shape[1]):
+        whole = (0, self._like.shape[1])
+        if len(met) != 1 or met[0][1] != whole or met[0][0].dtype is not self._like.dtype:
             return None
-        (x, _, (start, end)) = met[0]
+        x, _, (start, end) = met[0]
         return x.narrow(2, row - start, count) if start <= row and row + count <= end else None
 
     @property
