@@ -2,6 +2,7 @@
 
     python -m benchmarks.parallel --json build/parallel.jsonl          # 2 GPUs, about 8 minutes
     python -m benchmarks.parallel --device cpu                         # tries the suite itself
+    python -m benchmarks.parallel --only times --together --methods ring --problems 32k,3 128k,1
 
 First every method, order and mask in two dtypes beside one GPU and the float64 oracle, all stages side by
 side; then times, each stage for itself, of GPUs that have been busy with the same for a while. A stage is one
@@ -26,6 +27,7 @@ from typing import Any
 import torch
 
 from benchmarks.parallel.correct import MASKS
+from benchmarks.parallel.times import METHODS
 
 _BOTH, _ALONE = "cpu:gloo,cuda:nccl", "nccl"
 _KEPT_OFF = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
@@ -116,8 +118,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--budget", type=float, default=500.0, metavar="SECONDS", help="of wall time; 500")
     parser.add_argument("--only", choices=("checks", "times"), help="one half alone")
-    names = [words.partition(",")[0] for words in _TIMES]
-    parser.add_argument("--problems", nargs="+", choices=names, default=names, help="of the times; all")
+    parser.add_argument(
+        "--problems", nargs="+", default=_TIMES, metavar="NAME,ROUNDS", help="of the times; all"
+    )
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS, help="of the times; all")
+    parser.add_argument("--together", action="store_true", help="one stage for all times, which starts once")
     options = parser.parse_args(argv)
     until, cpu = time.monotonic() + options.budget, options.device == "cpu"
     options.json.parent.mkdir(parents=True, exist_ok=True)
@@ -147,11 +152,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                 kept(stage.rows())
     if options.only != "checks":
         backend = "gloo" if cpu else _BOTH
-        wanted = [words for words in _TIMES if words.partition(",")[0] in options.problems]
-        for words in ("tiny,2", "varlen-tiny,2") if cpu else wanted:
+        problems = ("tiny,2", "varlen-tiny,2") if cpu else options.problems
+        wanted = [",".join(("times", words, *options.methods)) for words in problems]
+        for name in ["+".join(wanted)] if options.together else wanted:
             left = until - time.monotonic()
             if left > 20:
-                name, limit = f"times,{words}", min(130.0, left)
+                limit = left if options.together else min(130.0, left)
                 kept(Stage(name, options.ranks, options.device, backend, limit).rows())
                 print(table(every), flush=True)
     right = [row for row in every if row["kind"] == "case"]

@@ -51,7 +51,7 @@ def found(stage: str, device: torch.device) -> Iterator[dict[str, Any]]:
         return correct.cases(words[0], words[1], words[2], device)
     if kind == "handshakes":
         return correct.handshakes(device)
-    return times.rows(words[0], PROBLEMS[words[0]], device, int(words[1]))
+    return times.rows(words[0], PROBLEMS[words[0]], device, int(words[1]), words[2:])
 
 
 def main() -> None:
@@ -64,9 +64,10 @@ def main() -> None:
         torch.set_num_threads(1)
     how: Any = {"rank": rank, "world_size": ranks, "timeout": timedelta(seconds=TIMEOUT_S)}
     dist.init_process_group(backend, init_method=f"file://{place}", **how)
-    for row in found(stage, device):
-        if rank == 0:
-            print(json.dumps({"stage": stage, "backend": backend, **row}), flush=True)
+    for part in stage.split("+"):
+        for row in found(part, device):
+            if rank == 0:
+                print(json.dumps({"stage": part, "backend": backend, **row}), flush=True)
     if rank == 0:
         print(json.dumps({"stage": stage, "kind": "end"}), flush=True)
     sys.stdout.flush()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -182,12 +182,14 @@ def _peak(run: Callable[[], None], device: torch.device) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def rows(name: str, sizes: dict[str, Any], device: torch.device, rounds: int) -> Iterator[dict[str, Any]]:
+def rows(
+    name: str, sizes: dict[str, Any], device: torch.device, rounds: int, methods: Sequence[str] = METHODS
+) -> Iterator[dict[str, Any]]:
     """One row per method; times are medians of `rounds`, arms by turns; one device's the mean of all."""
     own, ranks = Call(sizes, device, False), dist.get_world_size()
     arms: dict[str, Callable[[], None]] = {}
     rows: dict[str, dict[str, Any]] = {}
-    for method in METHODS:
+    for method in methods:
         if method == "ulysses" and sizes["heads"][0] % ranks:
             continue
         listening = Listening()
@@ -208,6 +210,9 @@ def rows(name: str, sizes: dict[str, Any], device: torch.device, rounds: int) ->
         yield {"kind": "memory", "name": f"{name} {method}", **rows[method]}
     whole = Call(sizes, device, True)  # on every rank: what the others do moves no clock between arms
     arms["one device"] = whole.both(whole.alone())
+    # A GPU rests while it only sends, so neither side of a share follows that.
+    order = {"sends": 0, "computes": 1, "device": 2}
+    arms = {arm: arms[arm] for arm in sorted(arms, key=lambda arm: order.get(arm.split()[-1], 3))}
     found: dict[str, list[float]] = {arm: [] for arm in arms}
     for turn in range(rounds + 1):
         for arm, run in arms.items():

@@ -59,3 +59,20 @@ def test_a_state_of_16_bits_is_merged_in_float32():
     assert (
         (out.float() - right.out).abs() <= right.out.abs() * 2.0**-8
     ).all() and out.dtype is torch.bfloat16
+
+
+def test_rows_of_a_part_are_the_sum_where_no_other_meets_them():
+    """Of a wider dtype, or of some heads, they are not."""
+    like = torch.empty(1, 2, 8, 4, dtype=torch.bfloat16)
+    made, part = Sum(like), torch.ones(1, 2, 6, 4, dtype=torch.bfloat16)
+    made.add(part)
+    found = made.part(1, 3)
+    assert found is not None and found.data_ptr() == part[:, :, 1:].data_ptr() and found.shape[2] == 3
+    assert made.part(4, 3) is None
+    made.add(torch.ones(1, 1, 2, 4, dtype=torch.bfloat16), 1, 6)
+    assert made.part(6, 2) is None
+    made.add(torch.ones(1, 2, 1, 4, dtype=torch.bfloat16), 0, 2)
+    assert made.part(1, 3) is None and made.part(3, 3) is not None
+    wide = Sum(like)
+    wide.add(torch.ones(1, 2, 8, 4))
+    assert wide.part(0, 4) is None

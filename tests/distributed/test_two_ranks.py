@@ -14,7 +14,8 @@ from polyflash.parallel import calls, exchange, ring, schedule, works
 from polyflash.parallel.comm import flat, in_words
 from polyflash.parallel.schedule import Shards
 from polyflash.spec import Phase
-from tests.distributed.simulated import simulate
+from tests.distributed import simulated
+from tests.distributed.simulated import Simulated, simulate
 from tests.distributed.test_devices import Mute
 
 SHORT = (64, 32, 32, *(8,) * 8, *(2,) * 32)  # of 256 rows: the longest is cut, and few keys go one way
@@ -123,6 +124,51 @@ def test_gradients_of_one_part_travel_as_they_are(ranks: int, monkeypatch: pytes
         assert narrow == [wide // 2] * 2
 
 
+def test_gradients_leave_from_where_they_were_made(monkeypatch: pytest.MonkeyPatch):
+    """On a device, of many keys that arrived: what is sent is a part of what the kernel wrote."""
+    for of in (ring, exchange):
+        monkeypatch.setattr(of, "widened", lambda x: x)
+    monkeypatch.setattr(calls, "_plans", {})
+    monkeypatch.setattr(exchange.Call, "waits", lambda call, k: call.meets)
+    monkeypatch.setattr(
+        works, "launch_of", lambda *given: (torch_ops._route(Phase.BACKWARD, *given, given[3]), given[3])
+    )
+    made: list[Tensor] = []  # kept, for their addresses
+    inner, sent = ring.differentiate, []
+
+    def differentiate(*given: Any) -> Any:
+        found = inner(*given)
+        made.extend(found[1:3])
+        return found
+
+    class Seen(Simulated):
+        def exchange(self, sends: Any, receives: Any, what: str) -> Any:
+            if "returned" in what:
+                places = [x.untyped_storage().data_ptr() for x in made]
+                sent.append([x.untyped_storage().data_ptr() in places for _, x in sends])
+                assert all(x.is_contiguous() for _, x in sends)
+            return super().exchange(sends, receives, what)
+
+    monkeypatch.setattr(ring, "differentiate", differentiate)
+    monkeypatch.setattr(simulated, "Simulated", Seen)
+    whole = tensors((1, 2, 256, 16), torch.bfloat16)
+
+    def body(group: Any) -> list[Tensor]:
+        *qkv, dout = (parallel.split(x, group=group) for x in whole)
+        attend = lambda *x: parallel.attention(*x, group=group, method="ring", causal=True)  # noqa: E731
+        both_passes(attend, qkv, dout)
+        return [parallel.restore(x, group=group) for x in both_passes(attend, qkv, dout)]
+
+    near, _ = simulate(2, body)
+    assert not any(any(x) for x in sent)
+    sent.clear()
+    monkeypatch.setattr(calls, "_plans", {})
+    monkeypatch.setattr(exchange, "ONE_MESSAGE", 0)
+    found, _ = simulate(2, body)
+    assert sorted(sent) == [[False, False]] * 2 + [[True, True]] * 2  # narrow from the second call on
+    assert all(torch.equal(a, b) for a, b in zip(near[0], found[0], strict=True))
+
+
 def test_gradients_of_two_parts_are_summed_before_they_travel():
     """Here of two calls for the same keys, of which no half is rounded on the way."""
     made = exchange.Sum(torch.empty(1, 1, 8, 4, dtype=torch.bfloat16))
@@ -196,12 +242,14 @@ def test_words_are_views_where_all_parts_are_made_of_such():
     assert torch.equal(flat(ends), torch.cat([x.flatten() for x in ends]))
 
 
-@pytest.mark.parametrize("members", [None, SHORT, LONG])
+@pytest.mark.parametrize("members", [None, SHORT, LONG, (67,)])
 @pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("most", [0, 1 << 24])
 def test_results_do_not_depend_on_when_ranks_wait(
-    members: tuple[int, ...] | None, batch: int, monkeypatch: pytest.MonkeyPatch
+    members: tuple[int, ...] | None, batch: int, most: int, monkeypatch: pytest.MonkeyPatch
 ):
-    """On a device own keys are put in their places before others have arrived."""
+    """On a device own keys are put in their places before others have arrived; of one entry, or packed, many
+    of them arrive where they are read."""
     rows = sum(members or (67,))
     bounds = None if members is None else torch.tensor([0, *members]).cumsum(0).int()
     whole = tensors((rows, 2, 16) if members else (batch, 2, rows, 16))
@@ -215,7 +263,12 @@ def test_results_do_not_depend_on_when_ranks_wait(
 
     near, _ = simulate(2, body)
     monkeypatch.setattr(exchange.Call, "waits", lambda call, k: call.meets)
+    monkeypatch.setattr(exchange, "ONE_MESSAGE", most)
+    joined, laid = exchange.places.joined, []
+    monkeypatch.setattr(exchange.places, "joined", lambda *given: (laid.append(0), joined(*given))[1])
     found, _ = simulate(2, body)
+    in_place = not most and (batch == 1 or members is not None)
+    assert bool(laid) is not in_place
     assert all(
         torch.equal(a, b)
         for one, other in zip(near, found, strict=True)

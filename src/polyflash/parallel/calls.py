@@ -270,7 +270,7 @@ def whole_call(part: Part, ranks: Ranks, where: Where, rows: Held | None) -> Cal
     if args.cu_seqlens_q is not None and args.cu_seqlens_k is not None:
         lengths = [read_once(bounded, x) for x in (args.cu_seqlens_q, args.cu_seqlens_k)]
     else:
-        lengths = [(n,) for n in where.seqlens or map(sum, rows or ())]
+        lengths = [(n,) for n in where.seqlens or map(sum, (rows or ())[:2])]
     shards = [Shards(each, ranks.ring.size, where.order, ranks.pieces) for each in lengths]
     for i, (name, x, whole) in enumerate(zip("qk", (q, k), shards, strict=True)):
         wanted = [replace(whole, pieces=1).held(shard) for shard in range(whole.count)]

@@ -15,7 +15,7 @@ from polyflash.arguments import int32_of
 from polyflash.mask import FAR_OFFSET
 from polyflash.parallel import joins, places, schedule, works
 from polyflash.parallel.coded import Rows, values_of
-from polyflash.parallel.comm import ALIGNED, Team
+from polyflash.parallel.comm import ALIGNED, ONE_MESSAGE, Team
 from polyflash.parallel.cost import GATHERED_BYTES
 from polyflash.parallel.handshake import Agreed
 from polyflash.parallel.joins import Join
@@ -88,6 +88,11 @@ class Call:
     def waits(self, k: Tensor) -> bool:
         """Is nothing computed before keys are exchanged?"""
         return self.meets and k.device.type != "cpu"
+
+    def by_rows(self, k: Tensor) -> bool:
+        """Do keys of a ring travel row by row, with all heads of each, and lie so when they are joined? Those
+        of one entry then arrive where they are read, and gradients leave from where they were made."""
+        return self.packed or (self.alone and self.waits(k))
 
     @cached_property
     def keeps(self) -> bool:
@@ -192,12 +197,7 @@ class Call:
 
         def follow() -> Iterator[Source]:
             nonlocal arriving
-            early: list[Tensor] | None = None
-            if pieces and self.waits(k):
-                laid: list[Tensor] = []
-                if self.join is not None and not (there or self.packed):
-                    laid = [places.laid(self.join.pieces, x) for x in (k, v)]
-                early = [*arrived(True), *laid]
+            early = arrived(True) if pieces and self.waits(k) else None
             if own is not None and not last:
                 yield own
             for i, (_, source) in enumerate(pieces):
@@ -221,27 +221,48 @@ class Call:
         if there and join is not None:
             k, v = (x[:, :, join.mine] for x in joined)
 
+        by_rows, early = self.by_rows(k), join is not None and self.waits(k)
+
         def start(t: int) -> Callable[[], list[Tensor]]:
             step = steps[t]
             if there:
-                return lambda: [places.wire(x[:, :, :0], self.packed) for x in joined]
-            into = self._rooms((k, v), step.keys.rows)
-            sends = [(step.reader, places.lent(x, step.lent, self.packed)) for x in (k, v)]
-            receives = [(step.owner, x) for x in into]
+                return lambda: [places.wire(x[:, :, :0], by_rows) for x in joined]
+            sends = [(step.reader, places.lent(x, step.lent, by_rows)) for x in (k, v)]
+            rows, where, into = step.keys.rows, None, []
+            if early and by_rows and self._sizes((k, v), rows) > ONE_MESSAGE:
+                where = join.arriving  # type: ignore[union-attr]
+            if where is None:
+                into = rooms = self._rooms((k, v), rows, by_rows)
+            else:
+                rooms = self._rooms((k, v), join.keys, by_rows)  # type: ignore[union-attr]
+                into = [x.narrow(1, where.at, rows) for x in rooms]
             if t == 1:
                 agreed()
-            wait = self.team.exchange(sends, receives, f"{what}, step {t}")
-            return lambda: (wait(), into)[1]  # type: ignore[func-returns-value]
+            wait = self.team.exchange(sends, [(step.owner, x) for x in into], f"{what}, step {t}")
+
+            def come() -> list[Tensor]:
+                laid: list[Tensor] = []
+                if early and not by_rows:
+                    laid = [places.laid(join.pieces, x) for x in (k, v)]  # type: ignore[union-attr]
+                elif where is not None:
+                    for x, room in zip((k, v), rooms, strict=True):
+                        places.lay(join.pieces, x, True, places.wire(room, True))  # type: ignore[union-attr]
+                wait()
+                return [*rooms, *laid]
+
+            return come
 
         def source(t: int, both: list[Tensor]) -> Source:
-            if join is not None:
-                k_all, v_all = joined
-                if not there:
-                    each = zip((k, v), both[:2], both[2:] or (None, None), strict=True)
-                    k_all, v_all = (places.joined(join.pieces, *x, self.packed) for x in each)
-                return Source(k_all, v_all, join.blocks, heads, steps[t], join)
-            own_k, own_v = (places.wire(x, self.packed) for x in both)
-            return Source(own_k, own_v, steps[t].blocks, heads, steps[t])
+            if join is None:
+                own_k, own_v = (places.wire(x, by_rows) for x in both)
+                return Source(own_k, own_v, steps[t].blocks, heads, steps[t])
+            k_all, v_all = joined
+            if by_rows and both[0].shape[1] == join.keys:
+                k_all, v_all = (places.wire(x, True) for x in both)
+            elif not there:
+                each = zip((k, v), both[:2], both[2:] or (None, None), strict=True)
+                k_all, v_all = (places.joined(join.pieces, *x, by_rows) for x in each)
+            return Source(k_all, v_all, join.blocks, heads, steps[t], join)
 
         first = steps[0] if join is None else join.own
         own = [k, v]
@@ -250,14 +271,20 @@ class Call:
         pieces: list[Piece] = [(partial(start, t), partial(source, t)) for t in range(1, len(steps))]
         return Source(own[0], own[1], first.blocks, heads, first), pieces
 
-    def _shape(self, like: Tensor, rows: int) -> tuple[int, ...]:
+    def _sizes(self, likes: Sequence[Tensor], rows: int) -> int:
+        """Bytes of so many rows of each."""
+        return sum(prod(self._shape(x, rows, True)) * x.element_size() for x in likes)
+
+    def _shape(self, like: Tensor, rows: int, by_rows: bool) -> tuple[int, ...]:
         """So many rows as they travel."""
         batch, heads, _, dim = like.shape
-        return (batch, rows, heads, dim) if self.packed else (batch, heads, rows, dim)
+        return (batch, rows, heads, dim) if by_rows else (batch, heads, rows, dim)
 
-    def _rooms(self, likes: Sequence[Tensor], rows: int, kind: torch.dtype | None = None) -> list[Tensor]:
+    def _rooms(
+        self, likes: Sequence[Tensor], rows: int, by_rows: bool, kind: torch.dtype | None = None
+    ) -> list[Tensor]:
         """Room for so many rows of each as they travel, side by side in memory where they start aligned."""
-        kinds, shapes = [kind or x.dtype for x in likes], [self._shape(x, rows) for x in likes]
+        kinds, shapes = [kind or x.dtype for x in likes], [self._shape(x, rows, by_rows) for x in likes]
         sizes = [prod(shape) * each.itemsize for shape, each in zip(shapes, kinds, strict=True)]
         if any(size % ALIGNED for size in sizes):
             return [x.new_empty(s, dtype=t) for x, s, t in zip(likes, shapes, kinds, strict=True)]
@@ -315,21 +342,28 @@ class Call:
             return None
         self.known[NARROW] = self.known.get(NARROW, True) and all(sent.is_narrow for sent, _, _ in pairs)
         likes, kind = [like for _, _, like in pairs], source.k.dtype if narrow else sums_of(source.k)
-        into, rooms = (self._rooms(likes, rows, kind) for rows in (step.lent.rows, step.keys.rows))
-        spans = (joins.Piece(False, 0, 0, step.keys.rows),) if source.join is None else source.join.pieces
+        by_rows, rows = self.by_rows(source.k), step.keys.rows
+        into = self._rooms(likes, step.lent.rows, by_rows, kind)
+        spans = (joins.Piece(False, 0, 0, rows),) if source.join is None else source.join.pieces
+        rooms: list[Tensor] = []
+        if narrow and by_rows and self._sizes(likes, rows) > ONE_MESSAGE:
+            at = [x.at for x in spans if not x.own]
+            rooms = [x for sent, _, _ in pairs if len(at) == 1 and (x := sent.part(at[0], rows)) is not None]
+        there = len(rooms) == len(pairs)
+        rooms = rooms if there else self._rooms(likes, rows, by_rows, kind)
         for (sent, total, _), room in zip(pairs, rooms, strict=True):
-            for own, at, first, rows in spans:
+            for own, at_row, first, count in spans:
                 if own:
-                    sent.pour(total, 0, first, (at, at + rows))
-                else:
-                    sent.read(places.wire(room, self.packed)[:, :, first : first + rows], 0, at)
-        sends = [(step.owner, x) for x in rooms]
+                    sent.pour(total, 0, first, (at_row, at_row + count))
+                elif not there:
+                    sent.read(places.wire(room, by_rows)[:, :, first : first + count], 0, at_row)
+        sends = [(step.owner, places.wire(x, by_rows) if there else x) for x in rooms]
         wait = self.team.exchange(sends, [(step.reader, x) for x in into], what)
 
         def arrived() -> None:
             wait()
             for x, total in zip(into, owned, strict=True):
-                for part, row in places.returned(x, step.lent, self.k.held(self.team.rank), self.packed):
+                for part, row in places.returned(x, step.lent, self.k.held(self.team.rank), by_rows):
                     total.add(part, 0, row)
 
         return arrived
@@ -337,7 +371,9 @@ class Call:
     def _for_owners(self, sent: Sum, like: Tensor) -> list[Tensor]:
         """A sum of all keys in their order, cut for those who hold them."""
         if self.packed:
-            whole = places.wire(like.new_empty(self._shape(like, like.shape[2]), dtype=sums_of(like)), True)
+            whole = places.wire(
+                like.new_empty(self._shape(like, like.shape[2], True), dtype=sums_of(like)), True
+            )
             sent.read(whole)
             return places.of_shards(self.k, whole, True)
         parts = places.room_for(self.k, like, sums_of(like))

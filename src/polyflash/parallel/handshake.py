@@ -29,11 +29,11 @@ _FIELDS = (
     *("num_q_heads", "num_kv_heads", "head_dim", "head_dim_v", "gradients", "seqlens", "causal"),
     *("window left", "window right", "offset", *_FLOATS, "dropout_seed", "operands"),
     *("contents of operands", "codes"),
-    *("rows of q", "rows of k"),
+    *("rows of q", "rows of k", "parts of 16 bits"),
 )
-_OWN = ("rows of q", "rows of k")  # each rank's own
+_OWN = ("rows of q", "rows of k", "parts of 16 bits")  # each rank's own
 _SHARED = len(_FIELDS) - len(_OWN)
-Held = list[list[int]]  # of q, and of k, that each shard has
+Held = list[list[int]]  # of each shard: its rows of q and of k, and whether its gradients travel as they are
 Agreed = Callable[[], Any]  # ends a handshake that is under way: returns, or raises, before anything is sent
 
 

@@ -47,6 +47,12 @@ class Join(NamedTuple):
     blocks: tuple[Block, ...]
 
     @property
+    def arriving(self) -> Piece | None:
+        """Those that arrive, if they follow one another."""
+        first, *more = (x for x in self.pieces if not x.own)
+        return None if more else first
+
+    @property
     def mine(self) -> slice | None:
         """The place of own keys among joined ones, if they follow one another there."""
         first, *more = (x for x in self.pieces if x.own)

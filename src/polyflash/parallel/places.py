@@ -72,10 +72,11 @@ def room_for(shards: Shards, like: Tensor, kind: torch.dtype) -> list[Tensor]:
 def laid(pieces: Sequence[Piece], own: Tensor) -> Tensor:
     """Room for joined rows, as dense ones travel, own ones in their places."""
     room = own.new_empty((*own.shape[:2], sum(x.rows for x in pieces), own.shape[3]))
-    return _laid(pieces, own, True, room)
+    return lay(pieces, own, True, room)
 
 
-def _laid(pieces: Sequence[Piece], x: Tensor, own: bool, room: Tensor) -> Tensor:
+def lay(pieces: Sequence[Piece], x: Tensor, own: bool, room: Tensor) -> Tensor:
+    """Puts own rows, or those that arrived, in their places among joined ones."""
     for piece in pieces:
         if piece.own is own:
             parts = room.narrow(2, piece.at, piece.rows), x.narrow(2, piece.first, piece.rows)
@@ -89,7 +90,7 @@ def joined(
 ) -> Tensor:
     """Own rows and those that arrived, as they travel, in their order; in the room where own ones are."""
     if room is not None:
-        return _laid(pieces, arrived, False, room)
+        return lay(pieces, arrived, False, room)
     mine = wire(own, packed)
     parts = [(mine if x.own else arrived).narrow(1 + (not packed), x.first, x.rows) for x in pieces]
     parts = parts if packed else in_words(parts)

@@ -135,7 +135,7 @@ def backward(
             arriving = arriving()
         if not told and (source.step is None or source.step.owner != call.team.rank):
             told.append(agreed())  # before the first message
-        narrow = bool(told and told[0]) and all(told[0][0])
+        narrow = bool(told and told[0]) and all(told[0][2])
         arriving = call.give_back(source, of_keys, totals[1:], narrow)
         del source, of_keys  # else they would be kept while the next keys come
     if arriving is not None:
@@ -199,7 +199,7 @@ class Attention(torch.autograd.Function):
         if number:
             asked = sum(1 << i for i, need in enumerate(needs) if need)
             said = {"function": KINDS.index("backward"), "number of the call": number, "gradients": asked}
-            said["rows of q"] = int(call.known.get(NARROW, False))  # each rank its own
+            said["parts of 16 bits"] = int(call.known.get(NARROW, False))  # each rank its own
             agreed = begin(call.team, words_of(said))
         if not (bias is sinks is None):
             call = replace(call, args=call.args._replace(bias=bias, sinks=sinks))

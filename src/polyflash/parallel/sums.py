@@ -61,6 +61,15 @@ class Sum:
                 place = into[:, h0 - head : h1 - head, r0 - row : r1 - row]
                 _add(found, place, bool(parts) and parts[0][0] is into)
 
+    def part(self, row: int, count: int) -> Tensor | None:
+        """So many rows of a part that has all heads of them, where they are the sum."""
+        met = [(x, h, r) for x, h, r in self._parts if _meet(r, (row, row + count))]
+        whole = (0, self._like.shape[1])
+        if len(met) != 1 or met[0][1] != whole or met[0][0].dtype is not self._like.dtype:
+            return None
+        x, _, (start, end) = met[0]
+        return x.narrow(2, row - start, count) if start <= row and row + count <= end else None
+
     @property
     def is_narrow(self) -> bool:
         """Does no element have two parts, and none one of a wider dtype than what this is like?"""
