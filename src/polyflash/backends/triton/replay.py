@@ -381,15 +381,6 @@ class Found:
         addresses = [0 if x is None else x.data_ptr() for x in (*given, *made)]
         odd = reduce(or_, addresses) & _ALIGNED
         return None if odd or not self.launches.start(addresses, device) else made
-def _like(x: Tensor, given: Sequence[Any]) -> int:
-    """Place among `given` of a tensor whose `empty_like` is room for `x`; -1: there is none."""
-    alike = (i for i, y in enumerate(given) if y is not None and y.shape == x.shape and y.dtype is x.dtype)
-    steps = [step for size, step in zip(x.shape, x.stride(), strict=True) if size > 1]  # others say nothing
-    for i in alike:
-        strides = zip(x.shape, torch.empty_like(given[i], device="meta").stride(), strict=True)
-        if [step for size, step in strides if size > 1] == steps:
-            return i
-    return -1
 
 
 class Calls:
