@@ -6,13 +6,13 @@ Head dims and schemes are part of a key, so a kernel knows its loads; one is com
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from polyflash.backends.cpu import configs
 from polyflash.backends.cpu.configs import ISAS, LINE, STEP, STORAGE_BYTES, Scratch
 from polyflash.backends.cpu.decode_configs import MOST_HEADS, MOST_ROWS, DecodeConfig, DecodeKey
-from polyflash.quant.scheme import KINDS, Codes, codes_of, per_word
+from polyflash.quant.scheme import KINDS, Codes, codes_of, per_word, text_of
 from polyflash.spec import DECODE_ROWS, AttentionSpec
 from polyflash.target import Target
 
@@ -57,6 +57,16 @@ class CodesKey(DecodeKey):
         return False
 
     @property
+    def bytes(self) -> bool:
+        """Whether the products are of bytes."""
+        return "*" in self.codes
+
+    @property
+    def joined(self) -> int:
+        """Keys whose weights lie side by side in 32 bits."""
+        return 4 if self.bytes else 2
+
+    @property
     def row_bytes(self) -> tuple[int, int]:
         """Bytes of the codes of a key of K, and of V."""
         pairs = (self.k, self.head_dim), (self.v, self.head_dim_v)
@@ -75,7 +85,7 @@ class CodesKey(DecodeKey):
 
     @property
     def query_stats(self) -> int:
-        return self.planes + self.rows * self.query_row // 2 * (4 if self.by_fours else 1)
+        return self.planes + self.rows * self.query_row // self.joined * (4 if self.by_fours else 1)
 
     @property
     def by_fours(self) -> bool:
@@ -93,7 +103,8 @@ class CodesKey(DecodeKey):
     def turn(self) -> int:
         """Keys of K, and then of V, that are read by turns; 0: none, as several rows are bound by arithmetic,
         and rows of K or V in a single line gained nothing."""
-        alone = self.isa == "avx512" and self.rows == 1 and self.k.dtype == self.v.dtype == "int8"
+        alone = self.isa == "avx512" and not self.bytes and self.rows == 1
+        alone = alone and self.k.dtype == self.v.dtype == "int8"
         return min(self.run or TURN, TURN) if alone and self.row_bytes == (TURN_BYTES, TURN_BYTES) else 0
 
     @property
@@ -123,7 +134,26 @@ def key_for(config: DecodeConfig, spec: AttentionSpec, rows: int) -> CodesKey:
     """The kernel for tiles of `rows` rows, or of as many as one tile holds."""
     held = min(max(1, rows), MOST_ROWS[config.isa], ISAS[config.isa].lanes // 2)  # a vector has two keys
     rows = 1 << (held - 1).bit_length()
-    return CodesKey(config.isa, "f32", spec.dtype, rows, spec.head_dim, spec.head_dim_v, spec.codes)
+    words = text_of(*(x and x._replace(compute="float") for x in codes_of(spec.codes)))
+    key = CodesKey(config.isa, "f32", spec.dtype, rows, spec.head_dim, spec.head_dim_v, words)
+    of_bytes = config.compute == "int8dot" and not key.turn  # turns wait for memory, not for products
+    return replace(key, codes=spec.codes) if of_bytes else key
+
+
+def note(config: DecodeConfig, spec: AttentionSpec) -> str:
+    """What a plan says of the products of codes."""
+    key = key_for(config, spec, spec.group * spec.seqlen_q)
+    how = "16 bits: q or the weights are rounded to 32767ths of their largest"
+    if key.bytes:
+        how = "bytes: q, a scale per row, and the weights, one per row and block, are rounded to 8 bits"
+    elif "*int8" in spec.codes:
+        why = (
+            "one row of int8 waits for memory"
+            if key.turn
+            else "int8 needs avx512_vnni and is asked for by k and v"
+        )
+        how = f"16 bits: {why}"
+    return f"kernel {key.name}: products of {how}"
 
 
 @lru_cache(maxsize=256)
