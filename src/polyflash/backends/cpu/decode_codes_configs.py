@@ -150,7 +150,7 @@ def note(config: DecodeConfig, spec: AttentionSpec) -> str:
         why = (
             "one row of int8 waits for memory"
             if key.turn
-            else "int8 needs avx512_vnni and is asked for by k and v"
+            else "bytes need avx512_vnni, and to be asked for by k and v"
         )
         how = f"16 bits: {why}"
     return f"kernel {key.name}: products of {how}"

@@ -88,7 +88,8 @@ class Integers(DecodeTile):
         return e.b.and_(e.b.bitcast(x, e.vi), e.ints(0x7FFFFFFF))
 
     def _steps(self, e: Emitter, top: Value, most: float, *, power: bool = False) -> tuple[Value, Value]:
-        """A scale of which |x| with these bits is `most` steps, and its inverse; NaN and 0 of none. If it is a power of two, values in 16 bits that are not small beside the largest lose nothing."""
+        """A scale of which |x| with these bits is `most` steps, and its inverse; NaN and 0 of none. If it is
+        a power of two, values in 16 bits that are not small beside the largest lose nothing."""
         b, bits, top = e.b, top, e.b.bitcast(top, e.vf)
         unit, inverse = b.fmul(top, e.floats(1 / most)), b.fdiv(e.floats(most), top)
         if power:
