@@ -6,7 +6,7 @@ Head dims and schemes are part of a key, so a kernel knows its loads; one is com
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 from polyflash.backends.cpu import configs
@@ -103,8 +103,7 @@ class CodesKey(DecodeKey):
     def turn(self) -> int:
         """Keys of K, and then of V, that are read by turns; 0: none, as several rows are bound by arithmetic,
         and rows of K or V in a single line gained nothing."""
-        alone = self.isa == "avx512" and not self.bytes and self.rows == 1
-        alone = alone and self.k.dtype == self.v.dtype == "int8"
+        alone = self.isa == "avx512" and self.rows == 1 and self.k.dtype == self.v.dtype == "int8"
         return min(self.run or TURN, TURN) if alone and self.row_bytes == (TURN_BYTES, TURN_BYTES) else 0
 
     @property
@@ -134,10 +133,10 @@ def key_for(config: DecodeConfig, spec: AttentionSpec, rows: int) -> CodesKey:
     """The kernel for tiles of `rows` rows, or of as many as one tile holds."""
     held = min(max(1, rows), MOST_ROWS[config.isa], ISAS[config.isa].lanes // 2)  # a vector has two keys
     rows = 1 << (held - 1).bit_length()
-    words = text_of(*(x and x._replace(compute="float") for x in codes_of(spec.codes)))
-    key = CodesKey(config.isa, "f32", spec.dtype, rows, spec.head_dim, spec.head_dim_v, words)
-    of_bytes = config.compute == "int8dot" and not key.turn  # turns wait for memory, not for products
-    return replace(key, codes=spec.codes) if of_bytes else key
+    codes = spec.codes
+    if config.compute != "int8dot" or rows == 1:  # which waits for memory: bytes gained nothing
+        codes = text_of(*(x and x._replace(compute="float") for x in codes_of(codes)))
+    return CodesKey(config.isa, "f32", spec.dtype, rows, spec.head_dim, spec.head_dim_v, codes)
 
 
 def note(config: DecodeConfig, spec: AttentionSpec) -> str:
@@ -147,12 +146,8 @@ def note(config: DecodeConfig, spec: AttentionSpec) -> str:
     if key.bytes:
         how = "bytes: q, a scale per row, and the weights, one per row and block, are rounded to 8 bits"
     elif "*int8" in spec.codes:
-        why = (
-            "one row of int8 waits for memory"
-            if key.turn
-            else "bytes need avx512_vnni, and to be asked for by k and v"
-        )
-        how = f"16 bits: {why}"
+        why = "bytes need avx512_vnni, and to be asked for by k and v"
+        how = f"16 bits: {'a single row waits for memory' if key.rows == 1 else why}"
     return f"kernel {key.name}: products of {how}"
 
 
