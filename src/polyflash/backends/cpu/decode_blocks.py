@@ -119,7 +119,7 @@ class DecodeTile(AddressLists, Turns):
         return lambda x: change([x])[0]
 
     def _change_all(self, e: Emitter, factor: Value, cap: Value) -> Callable[[list[Value]], list[Value]]:
-        """Of several vectors, which no branch parts."""
+        """The change of several vectors, which no branch parts."""
         b = e.b
         scaled, capped = (b.icmp_signed("!=", word, I64(0)) for word in (factor, cap))
         shrink, grow = e.splat(e.float_bits(factor)), e.splat(e.float_bits(cap))

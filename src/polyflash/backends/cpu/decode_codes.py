@@ -27,6 +27,12 @@ BYTES_AHEAD = (
 )
 
 
+@device
+def further(args, tensor, keys):
+    """Bytes between the next block of whole tensors and what is prefetched."""
+    return keys * word(args, tensor + 2) if args.page_table == 0 else 0
+
+
 def walk(key: CodesKey, stage: Any, list_rows: Any) -> Any:
     """A device function of 11 arguments, see `attend_split`."""
     K_SCALE, K_SHIFT, V_SCALE, V_SHIFT = DECODE.k_scale, DECODE.k_shift, DECODE.v_scale, DECODE.v_shift
@@ -55,11 +61,6 @@ def walk(key: CodesKey, stage: Any, list_rows: Any) -> Any:
         args, place = tile.args, slot * (tile.args.block_n + LANES) * 8
         list_rows(tile, k + i_h * word(args, K_BATCH + 1), K_BATCH, tile.k_rows + place, first, last)
         list_rows(tile, v + i_h * word(args, V_BATCH + 1), V_BATCH, tile.v_rows + place, first, last)
-
-    @device
-    def further(args, tensor, keys):
-        """Bytes between the next block of whole tensors and what is prefetched."""
-        return keys * word(args, tensor + 2) if args.page_table == 0 else 0
 
     @device
     def fold(tile, floats, q, j, i_h):
@@ -156,13 +157,11 @@ def walk(key: CodesKey, stage: Any, list_rows: Any) -> Any:
                 stage.fill(block, 1, MINUS_INF)
                 q = tile.q + i_h * args.q_tile
                 score_block(tile, q, first, last, begin, i_h, k_rows + own, k_rows + later, block)
-                more, later_v, early = further(args, V_BATCH, V_AHEAD), v_rows + later, 0
-                if BYTES:
-                    early = (end - begin) // 4
-                    stage.ask_values(later_v, early, more)
+                more, later_v = further(args, V_BATCH, V_AHEAD), v_rows + later
+                early = (end - begin) // 4 if BYTES else 0  # V is walked too quickly to ask for all meanwhile
+                stage.ask_values(later_v, early, more)
                 stage.online_softmax(s, vectors, block, stats, args.scale_log2)
-                if BYTES:
-                    stage.ask_values(later_v + early * 8, early, more)
+                stage.ask_values(later_v + early * 8, early, more)
                 others = weigh_block(tile, first, last, begin, vectors, i_h, 0)
                 o, sums, count = stats + 2 * VECTOR, block + 2 * VECTOR, (end - begin) // JOINED
                 own_v, later_v = v_rows + own, later_v + early * 16

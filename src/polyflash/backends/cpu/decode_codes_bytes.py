@@ -64,9 +64,10 @@ class BytesTile(CodesTile):
             x = [self._words(e, row, codes, self.key.head_dim_v, u) for row in keys]
             weights = [self._weight(e, p_weights, u, r) for r in rows]
             for half in sorted({c // step for own, c in columns if own == u}):
-                pairs = [self._by_turns_of(e, *x[j : j + 2], half) for j in (0, 2)]
+                pairs = [self._by_turns_of(e, x[j], x[j + 1], half) for j in (0, 2)]
                 for quarter in (0, 1):
-                    y = self._by_turns_of(e, *(b.bitcast(z, self.halves) for z in pairs), quarter)
+                    low, high = (b.bitcast(z, self.halves) for z in pairs)
+                    y = self._by_turns_of(e, low, high, quarter)
                     for at, (own, c) in enumerate(columns):
                         if own != u or c // step != half:
                             continue

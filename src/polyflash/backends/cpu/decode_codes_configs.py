@@ -140,7 +140,7 @@ def key_for(config: DecodeConfig, spec: AttentionSpec, rows: int) -> CodesKey:
 
 
 def note(config: DecodeConfig, spec: AttentionSpec) -> str:
-    """What a plan says of the products of codes."""
+    """Words of a plan about the products of codes."""
     key = key_for(config, spec, spec.group * spec.seqlen_q)
     how = "16 bits: q or the weights are rounded to 32767ths of their largest"
     if key.bytes:
