@@ -178,7 +178,7 @@ def test_text_and_back():
         ({"symmetric": False, "dtype": "fp8_e4m3"}, "zero point"),
         ({"symmetric": False, "smoothing": "mean"}, "zero point"),
         ({"dtype": "mxfp4"}, "32 channels"),
-        ({"dtype": "int4", "compute": "int8"}, "symmetric int8"),
+        ({"dtype": "nf4", "compute": "int8"}, "int8 and int4"),
         ({"compute": "fp8"}, "fp8_e4m3"),
     ],
 )

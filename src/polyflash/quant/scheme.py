@@ -44,6 +44,7 @@ GRANULARITIES = ("tensor", "head", "token", "channel", "block")
 SMOOTHINGS = ("none", "mean", "block_mean")
 ROTATIONS = ("none", "hadamard")
 COMPUTES = ("float", "int8", "fp8")
+MULTIPLIED = {"int8": ("int8", "int4"), "fp8": ("fp8_e4m3",)}  # codes, by the compute of their products
 MX_CHANNELS = 32
 _ALL = 0  # of a block's sizes: every token, every channel
 
@@ -132,9 +133,9 @@ class Scheme:
             values; "block_mean" that of every 64 tokens.
         rotation: "hadamard" codes an orthogonal rotation of the channels, which spreads outliers. Attention
             rotates q for a rotated k, and rotates the result of a rotated v back.
-        compute: "float": the products are those of the decoded values. "int8" (int8, symmetric), "fp8"
-            (fp8_e4m3): a kernel may multiply codes, with q and the weights, or q alone, in that dtype for it:
-            faster, at an error of theirs.
+        compute: "float": the products are those of the decoded values. "int8" (int8, int4), "fp8" (fp8_e4m3):
+            a kernel may multiply codes, with q and the weights, or q alone, in that dtype for it: faster, at
+            an error of theirs.
 
     Raises:
         SpecError: an unknown word, or a combination without a meaning."""
@@ -172,12 +173,9 @@ class Scheme:
             if self.smoothing != "none":
                 change = "A zero point already moves the range to the values."
                 raise spec_error("Scheme.smoothing", f"{self.smoothing!r}, asymmetric", "'none'", change)
-        if self.compute != "float" and (
-            self.dtype not in (self.compute, f"{self.compute}_e4m3") or not self.symmetric
-        ):
-            got = f"{self.compute!r} with {'' if self.symmetric else 'asymmetric '}{self.dtype}"
-            change = "Products of codes are of symmetric int8, or of fp8_e4m3."
-            raise spec_error("Scheme.compute", got, "'float'", change)
+        if self.compute != "float" and self.dtype not in MULTIPLIED[self.compute]:
+            change = "Products of codes are of int8 and int4, or of fp8_e4m3."
+            raise spec_error("Scheme.compute", f"{self.compute!r} with {self.dtype}", "'float'", change)
         if self.dtype == "mxfp4" and (self.granularity, self.channels) != ("token", MX_CHANNELS):
             change = f'Use granularity="token", channels={MX_CHANNELS}.'
             raise spec_error("Scheme.granularity", self.granularity, "blocks of 32 channels", change)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -14,6 +15,7 @@ from polyflash.plan import Launch
 from polyflash.quant import NAMED, QuantizedTensor, Scheme, quantize
 from polyflash.reference import attention_reference
 from polyflash.spec import Arguments, AttentionSpec, Phase
+from tests.backends.cpu.integer_emulator import expected_of_few_rows
 from tests.backends.cpu.test_forward_kernel import HERE, randn
 from tests.backends.cpu.test_paged_kernel import ints, paged
 from tests.tolerance import Expected, check, eager, same_bits
@@ -26,6 +28,9 @@ SCHEMES = {
     "mixed": (Scheme(dtype="int4", granularity="channel", tokens=32), Scheme(granularity="tensor")),
     "int8-blocks": (Scheme(smoothing="block_mean"), Scheme(channels=32)),
 }
+# The same codes, which ask for products of bytes.
+BYTES = {f"{name}*": tuple(replace(s, compute="int8") for s in SCHEMES[name]) for name in SCHEMES}
+NEEDS_VNNI = pytest.mark.skipif("avx512_vnni" not in HERE.features, reason="needs avx512_vnni")
 
 
 def spec_of(q, k: QuantizedTensor, v: QuantizedTensor, page_size=0, keys=0) -> AttentionSpec:
@@ -60,11 +65,15 @@ def coded(name, *shape, dims_v=None, bias=True, lens=None):
     *more, dims = shape
     k, v = randn(*shape, seed=1), randn(*more, dims_v or dims, seed=2)
     k = k + torch.linspace(-1.0, 3.0, dims) if bias else k
-    return tuple(quantize(x, s, lens=lens) for x, s in zip((k, v), SCHEMES[name], strict=True))
+    return tuple(quantize(x, s, lens=lens) for x, s in zip((k, v), {**SCHEMES, **BYTES}[name], strict=True))
 
 
 def level_a(got, q, k, v, label, **options):
-    """By testing.md §3.1: against float64 of the values that the codes stand for."""
+    """By testing.md §3.1: against float64 of the values that the codes stand for; if products are of bytes,
+    of those that their emulation makes."""
+    if k.form.compute == "int8":
+        check(*got, expected_of_few_rows(q, k, v, **options)[0], label=label, options=options)
+        return
     values = [x.values(torch.float64) for x in (k, v)]
     oracle = attention_reference(q, *values, **options)
     theirs = eager(q, *(x.to(q.dtype) for x in values), **options)
@@ -86,6 +95,62 @@ def test_the_kernel_is_the_scheme(name, heads, kv_heads, rows, dims, dims_v):
             level_a(got, q, k, v, f"{name} {dtype} x{sharp} {options}", **options)
 
 
+@NEEDS_VNNI
+@pytest.mark.parametrize(
+    "name, heads, kv_heads, rows, dims, dims_v",
+    (
+        *((f"{name}*", 8, 2, 1, 128, 128) for name in SCHEMES),
+        *((f"{name}*", 2, 1, 4, 80, 48) for name in ("int8-smooth", "int4")),
+        *(("int4*", *shape) for shape in ((4, 2, 1, 64, 96), (8, 1, 1, 192, 256))),
+        ("int8*", 4, 2, 1, 64, 96),
+    ),
+)
+def test_products_of_bytes_are_their_emulation(name, heads, kv_heads, rows, dims, dims_v):
+    """V's scales of both signs and 0 too."""
+    k, v = coded(name, 2, kv_heads, 333, dims, dims_v=dims_v)
+    q = randn(2, heads, rows, dims).to(torch.bfloat16)
+    window = {"causal": True, "window": (70, None), "kv_starts": ints(5, 40)}
+    sinks = {"sinks": torch.linspace(-1.0, 2.0, heads), "softcap": 4.0, "scale": -0.2}
+    for options in ({}, {"causal": True, "kv_lens": ints(333, 140)}):
+        level_a(decode(q, k, v, split=128, **options), q, k, v, f"{name} {options}", **options)
+    for options in (window, sinks):
+        got = polyflash.attention(q, k, v, return_lse=True, **options)
+        level_a((got.out, got.lse), q, k, v, f"{name} {options}", **options)
+    if v.form.scale.tokens:
+        v.scale[:, :, ::3] *= -1
+        v.scale[:, :, 5::7] = 0
+        level_a(decode(q, k, v, split=128), q, k, v, f"{name} signs")
+
+
+@NEEDS_VNNI
+@pytest.mark.parametrize("mutant", ("signs", "middle", "shift", "runs"))
+def test_the_emulation_is_not_vacuous(mutant):
+    k, v = coded("int4*", 1, 2, 333, 128)
+    q = randn(1, 8, 1, 128, dtype=torch.bfloat16)
+    v.scale[:, :, ::3] *= -1
+    got = decode(q, k, v)
+    if mutant == "signs":
+        v = replace(v, scale=v.scale.abs())
+    elif mutant == "middle":
+        v = replace(v, codes=v.codes ^ 0x11)
+    elif mutant == "shift":
+        k = replace(k, shift=k.shift.roll(1, 2))
+    else:
+        k = replace(k, scale=k.scale.roll(1, 2))
+    with pytest.raises(AssertionError):
+        level_a(got, q, k, v, mutant)
+
+
+@NEEDS_VNNI
+def test_few_bytes_are_good_enough():
+    """Level B: the error on normal values stays near that of the codes."""
+    q, (k, v) = randn(1, 32, 1, 128, dtype=torch.bfloat16), (randn(1, 8, 2048, 128, seed=n) for n in (1, 2))
+    want = attention_reference(q, k, v).out
+    for name, bound in (("int8*", 1.6e-2), ("int8-channel*", 1.6e-2), ("int4*", 0.14), ("int4-token*", 0.15)):
+        out, _ = decode(q, *(quantize(x, s) for x, s in zip((k, v), BYTES[name], strict=True)))
+        assert (out - want).norm() <= bound * want.norm(), name
+
+
 @pytest.mark.parametrize("name", ("int8", "int4"))
 def test_float16(name):
     k, v = coded(name, 1, 2, 700, 128)
@@ -93,8 +158,13 @@ def test_float16(name):
     level_a(decode(q, k, v), q, k, v, name)
 
 
-@pytest.mark.parametrize("name", ("int8-smooth", "int8-channel", "int4", "int4-token"))
-@pytest.mark.parametrize("heads", (2, 8))
+@pytest.mark.parametrize(
+    "heads, name",
+    (
+        *itertools.product((2, 8), ("int8-smooth", "int8-channel", "int4", "int4-token")),
+        *(pytest.param(8, name, marks=NEEDS_VNNI) for name in ("int8-smooth*", "int4-token*")),
+    ),
+)
 def test_pages_splits_and_heads_change_no_bit(monkeypatch, heads, name):
     """Tables lie by pages, as the codes; what no key stands in is garbage, its scales NaN. Many
     keys of whole tensors a single row reads by turns, one head at a time; others in phases."""
@@ -102,7 +172,8 @@ def test_pages_splits_and_heads_change_no_bit(monkeypatch, heads, name):
 
     keys = 65_600 if name == "int8-smooth" and heads == 2 else 700  # turns are for what no cache holds
     size, lens = 64, ints(keys, 391)
-    plain = tuple(s if s.smoothing != "mean" else replace(s, smoothing="block_mean") for s in SCHEMES[name])
+    schemes = {**SCHEMES, **BYTES}[name]
+    plain = tuple(s if s.smoothing != "mean" else replace(s, smoothing="block_mean") for s in schemes)
     k, v = (quantize(randn(2, 2, keys, 128, seed=n), s) for n, s in enumerate(plain))
     q = randn(2, heads, 1, 128, dtype=torch.bfloat16)
     want = decode(q, k, v, split=256, kv_lens=lens)
@@ -136,8 +207,13 @@ def _by_page(entries, table):
     return pool
 
 
-@pytest.mark.parametrize("name", ("int8", "int4"))
-@pytest.mark.parametrize("rows", (1, 4))
+@pytest.mark.parametrize(
+    "rows, name",
+    (
+        *itertools.product((1, 4), ("int8", "int4")),
+        *(pytest.param(4, x, marks=NEEDS_VNNI) for x in ("int8*", "int4*")),
+    ),
+)
 def test_what_no_row_sees_changes_no_bit(name, rows):
     q = randn(1, 2, rows, 128, dtype=torch.bfloat16)
     k, v = coded(name, 1, 2, 640, 128)
@@ -156,25 +232,36 @@ def test_what_no_row_sees_changes_no_bit(name, rows):
         same_bits(x, y, part)
 
 
+@pytest.mark.parametrize("name", ("int8", pytest.param("int8*", marks=NEEDS_VNNI)))
 @pytest.mark.parametrize(
-    "which, value", (("k_scale", math.nan), ("v_scale", math.nan), ("v_scale", math.inf))
+    "which, value",
+    (
+        *itertools.product(("k_scale", "v_scale"), (math.nan, -math.nan)),
+        *(("v_scale", x) for x in (math.inf, -math.inf)),
+    ),
 )
-def test_scales_that_are_not_finite_reach_the_rows_that_see_them(which, value):
+def test_scales_that_are_not_finite_reach_the_rows_that_see_them(which, value, name):
     q = randn(1, 2, 4, 128, dtype=torch.bfloat16)
-    k, v = coded("int8", 1, 2, 300, 128)
+    k, v = coded(name, 1, 2, 300, 128)
     (k if which == "k_scale" else v).scale[0, 1, 298] = value  # of rows 2 and 3 of the second head
     out, _ = decode(q, k, v, causal=True)
     assert out[:, 0].isfinite().all() and out[:, 1, :2].isfinite().all()
     assert out[:, 1, 2:].isnan().all()
 
 
-def test_extreme_scales():
+@pytest.mark.parametrize("compute", ("float", pytest.param("int8", marks=NEEDS_VNNI)))
+def test_extreme_scales(compute):
     """Zeros, tiny and large tensors keep their digits: integers are relative to the largest of a row."""
     q = randn(1, 8, 1, 64, dtype=torch.bfloat16)
     for k_size, v_size in ((0.0, 1.0), (1e-30, 1e-30), (1e3, 6e4), (1.0, 0.0)):
-        k = quantize(randn(1, 2, 200, 64, seed=1) * k_size, SCHEMES["int8-channel"][0])
-        v = quantize(randn(1, 2, 200, 64, seed=2) * v_size, SCHEMES["int8"][1])
+        k = quantize(
+            randn(1, 2, 200, 64, seed=1) * k_size, replace(SCHEMES["int8-channel"][0], compute=compute)
+        )
+        v = quantize(randn(1, 2, 200, 64, seed=2) * v_size, replace(SCHEMES["int8"][1], compute=compute))
         got, _ = decode(q, k, v)
+        if compute == "int8":
+            level_a((got, None), q, k, v, f"{k_size} {v_size}")
+            continue
         want = attention_reference(q, *(x.values(torch.float64) for x in (k, v))).out
         assert torch.allclose(got.double(), want, rtol=2e-2, atol=2e-2 * max(v_size, 1e-38)), (k_size, v_size)
 
@@ -191,6 +278,16 @@ def test_public_calls_say_that_codes_are_read_in_the_walk():
     q, (k, v) = randn(1, 8, 1, 128, dtype=torch.bfloat16), coded("int4", 1, 2, 300, 128)
     assert "read in the walk" in str(polyflash.explain(q, k, v))
     level_a((polyflash.attention(q, k, v), None), q, k, v, "attention")
+    for name, heads, words in (
+        ("int4*", 8, "products of bytes"),
+        ("int8*", 8, "products of bytes"),
+        ("int8*", 2, "a single row waits"),
+        ("int4", 8, "16 bits: q or the weights"),
+    ):
+        plan = str(polyflash.explain(q[:, :heads], *coded(name, 1, 2, 300, 128)))
+        assert words in plan or "avx512_vnni" not in HERE.features, plan
+    mixed = (coded("int4*", 1, 2, 300, 128)[0], v)
+    assert "to be asked for by k and v" in str(polyflash.explain(q, *mixed))
     many = randn(1, 2, 9, 128, dtype=torch.bfloat16)
     assert "decoded to bfloat16" in str(polyflash.explain(many, k, v))
 

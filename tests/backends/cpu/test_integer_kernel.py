@@ -285,6 +285,8 @@ REFUSED = {
     "of floats": ({}, (Scheme(), Scheme())),
     "of one alone": ({}, (TOKEN, Scheme())),
     "of blocks": ({}, (scheme(granularity="block", tokens=16, channels=32), TOKEN)),
+    "of four bits": ({}, (scheme(dtype="int4"), scheme(dtype="int4"))),
+    "of steps": ({}, (scheme(granularity="head", symmetric=False), TOKEN)),
     "of a v with a mean": ({}, (TOKEN, scheme(smoothing="mean"))),
     "dropped": ({"dropout_p": 0.1, "dropout_seed": 1}, (TOKEN, TOKEN)),
 }

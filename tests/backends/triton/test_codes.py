@@ -13,9 +13,10 @@ from torch import Tensor
 import polyflash
 from polyflash.backends.triton import codes, configs, merge
 from polyflash.backends.triton.config_types import DecodeConfig
+from polyflash.backends.webgpu.configs import multiplies
 from polyflash.quant import NAMED, QuantizedTensor, Scheme, quantize
 from polyflash.reference import attention_reference
-from polyflash.spec import Arguments, Feature, Phase
+from polyflash.spec import Arguments, AttentionSpec, Feature, Phase
 from polyflash.target import parse
 from tests.device import ON_A_CPU
 from tests.integers import operands, with_coded_weights
@@ -209,6 +210,16 @@ def test_integer_products_of_odd_values():
         coded = quantize(k_of, Scheme(compute="int8", granularity=scheme))
         found = products(q * (scheme == "head"), coded, quantize(v, Scheme()), causal=True, scale=scale)
         assert bool(found.out.isfinite().all()) and float(found.lse.exp().max()) < 60.1
+
+
+@pytest.mark.parametrize("form", ("int4/1x0*int8", "int8/0x0+0x0*int8", "int8/1x0+1x0*int8"))
+def test_products_are_not_of_four_bits_or_zero_points(form: str):
+    """On WebGPU neither."""
+    sizes = (1, 2, 2, 64, 64, 64, 64)
+    spec = AttentionSpec(Phase.FORWARD, "bfloat16", "cuda", *sizes, frozenset(), codes=f"{form},-")
+    assert not configs.refuses_products(replace(spec, codes="int8/1x0*int8,-"), parse("cuda:sm90"))
+    assert "codes: " in configs.refuses_products(spec, parse("cuda:sm90"))
+    assert not multiplies(f"{form},{form}", 0) and multiplies("int8/1x0*int8,int8/1x0*int8", 0)
 
 
 EIGHTS = Scheme(dtype="fp8_e4m3", granularity="head", compute="fp8")

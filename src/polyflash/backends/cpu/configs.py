@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from polyflash.errors import spec_error
-from polyflash.spec import DECODE_ROWS, MOST_SHARED_ROWS, AttentionSpec, Feature
+from polyflash.spec import DECODE_ROWS, MOST_SHARED_ROWS, AttentionSpec, Feature, Phase
 from polyflash.target import Target
 
 LINE = 64  # bytes of a cache line
@@ -369,7 +369,11 @@ def native(spec: AttentionSpec, target: Target) -> tuple[str, str, str]:
 
 
 def _compute_of(spec: AttentionSpec, dtype: str, target: Target) -> str:
-    return "int8dot" if spec.codes else compute_for(dtype, target)
+    """Few rows multiply codes as bytes only where K and V both ask for it."""
+    if not spec.codes:
+        return compute_for(dtype, target)
+    asked = spec.codes.count("*int8") == 2 and "avx512_vnni" in target.features
+    return "int8dot" if asked or spec.phase is not Phase.DECODE else "f32"
 
 
 def check_fits(config: Any, spec: AttentionSpec, target: Target) -> None:

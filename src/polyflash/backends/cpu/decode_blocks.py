@@ -115,14 +115,18 @@ class DecodeTile(AddressLists, Turns):
         groups_of(channels, p_q, left)
 
     def _change(self, e: Emitter, factor: Value, cap: Value) -> Callable[[Value], Value]:
+        change = self._change_all(e, factor, cap)
+        return lambda x: change([x])[0]
+
+    def _change_all(self, e: Emitter, factor: Value, cap: Value) -> Callable[[list[Value]], list[Value]]:
+        """The change of several vectors, which no branch parts."""
         b = e.b
         scaled, capped = (b.icmp_signed("!=", word, I64(0)) for word in (factor, cap))
         shrink, grow = e.splat(e.float_bits(factor)), e.splat(e.float_bits(cap))
 
-        def changed(x: Value) -> Value:
-            (x,) = e.where(scaled, [x], lambda v: [b.fmul(v[0], shrink)])
-            (x,) = e.where(capped, [x], lambda v: [b.fmul(grow, e.tanh(v[0]))])
-            return x
+        def changed(x: list[Value]) -> list[Value]:
+            x = e.where(scaled, x, lambda v: [b.fmul(y, shrink) for y in v])
+            return e.where(capped, x, lambda v: [b.fmul(grow, e.tanh(y)) for y in v])
 
         return changed
 

@@ -27,11 +27,24 @@ BYTES_AHEAD = (
 )
 
 
+@device
+def further(args, tensor, keys):
+    """Bytes between the next block of whole tensors and what is prefetched."""
+    return keys * word(args, tensor + 2) if args.page_table == 0 else 0
+
+
 def walk(key: CodesKey, stage: Any, list_rows: Any) -> Any:
     """A device function of 11 arguments, see `attend_split`."""
     K_SCALE, K_SHIFT, V_SCALE, V_SHIFT = DECODE.k_scale, DECODE.k_shift, DECODE.v_scale, DECODE.v_shift
     ROWS, KEYS, STEP, VECTOR = key.rows, key.lanes // key.rows, configs.STEP, key.lanes * 4
-    LANES, MINUS_INF = key.lanes, 0xFF800000
+    LANES, MINUS_INF, SIGN, ONE, BYTES, JOINED = (
+        key.lanes,
+        0xFF800000,
+        1 << 31,
+        0x3F800000,
+        key.bytes,
+        key.joined,
+    )
     KEY_SCALES = key.k.scale.channels == 0
     K_TOKENS, V_TOKENS = key.k.scale.tokens, key.v.scale.tokens
     SHIFT_TOKENS = 0 if key.k.shift is None else key.k.shift.tokens
@@ -48,11 +61,6 @@ def walk(key: CodesKey, stage: Any, list_rows: Any) -> Any:
         args, place = tile.args, slot * (tile.args.block_n + LANES) * 8
         list_rows(tile, k + i_h * word(args, K_BATCH + 1), K_BATCH, tile.k_rows + place, first, last)
         list_rows(tile, v + i_h * word(args, V_BATCH + 1), V_BATCH, tile.v_rows + place, first, last)
-
-    @device
-    def further(args, tensor, keys):
-        """Bytes between the next block of whole tensors and what is prefetched."""
-        return keys * word(args, tensor + 2) if args.page_table == 0 else 0
 
     @device
     def fold(tile, floats, q, j, i_h):
@@ -87,15 +95,16 @@ def walk(key: CodesKey, stage: Any, list_rows: Any) -> Any:
             j = end
 
     @device
-    def weigh_block(tile, first, last, begin, vectors, i_h):
-        """The weights of a block as integers, and what is added to its values."""
+    def weigh_block(tile, first, last, begin, vectors, i_h, sign):
+        """The weights of a block as integers, and what is added to its values; returns whether weights as
+        bytes leave some of the other sign."""
         scales, size = tile.stage + tile.args.block_n * 4, tile.args.block_n * WIDTH * 4
         at = scales + (first - begin) * WIDTH * 4
         copy_entries(tile, V_SCALE, V_TOKENS, at, first, last, i_h, WIDTH)
         if V_SHIFTED:
             copy_entries(tile, V_SHIFT, V_TOKENS, at + size, first, last, i_h, WIDTH)
         sums, floats = tile.block + 2 * VECTOR, tile.addresses
-        stage.weigh_codes(tile.s, floats, tile.p, sums, vectors, scales, scales + size)
+        return stage.weigh_codes(tile.s, floats, tile.p, sums, vectors, scales, scales + size, sign)
 
     @device
     def run_of(block_n):
@@ -148,11 +157,19 @@ def walk(key: CodesKey, stage: Any, list_rows: Any) -> Any:
                 stage.fill(block, 1, MINUS_INF)
                 q = tile.q + i_h * args.q_tile
                 score_block(tile, q, first, last, begin, i_h, k_rows + own, k_rows + later, block)
+                more, later_v = further(args, V_BATCH, V_AHEAD), v_rows + later
+                early = (end - begin) // 4 if BYTES else 0  # V is walked too quickly to ask for all meanwhile
+                stage.ask_values(later_v, early, more)
                 stage.online_softmax(s, vectors, block, stats, args.scale_log2)
-                weigh_block(tile, first, last, begin, vectors, i_h)
-                o, sums, pairs = stats + 2 * VECTOR, block + 2 * VECTOR, (end - begin) // 2
-                more, p = further(args, V_BATCH, V_AHEAD), tile.p
-                stage.accumulate_codes(v_rows + own, p, o, block, sums, pairs, v_rows + later, more)
+                stage.ask_values(later_v + early * 8, early, more)
+                others = weigh_block(tile, first, last, begin, vectors, i_h, 0)
+                o, sums, count = stats + 2 * VECTOR, block + 2 * VECTOR, (end - begin) // JOINED
+                own_v, later_v = v_rows + own, later_v + early * 16
+                stage.accumulate_codes(own_v, tile.p, o, block, sums, count, later_v, more)
+                if BYTES and others != 0:
+                    weigh_block(tile, first, last, begin, vectors, i_h, SIGN)
+                    stage.fill(block, 1, ONE)
+                    stage.accumulate_codes(own_v, tile.p, o, block, sums, count, own_v, 0)
                 ready = 2 - slot
             i_n += 1
         return ready
@@ -219,7 +236,7 @@ def _by_turns(key: CodesKey, stage: Any, own: Any) -> Any:
                 stage.fill(block, 1, MINUS_INF)
                 own.score_block(tile, q, begin, last, begin, 0, tile.k_rows, tile.v_rows, block)
             stage.online_softmax(s, vectors, block, state, args.scale_log2)
-            own.weigh_block(tile, begin, last, begin, vectors, 0)
+            own.weigh_block(tile, begin, last, begin, vectors, 0, 0)
             if i + 1 < ahead:
                 stage.fill(top, 1, MINUS_INF)
                 if KEY_SCALES:

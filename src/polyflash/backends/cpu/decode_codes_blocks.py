@@ -14,12 +14,13 @@ or to a row, block and scale of V's channels. The denominator sums the weights b
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any
 
 from llvmlite import ir
 
 from polyflash.backends.cpu.address_lists import PREFETCH_LEVEL
-from polyflash.backends.cpu.decode_codes_integers import MIDDLES, ROUNDED, Integers
+from polyflash.backends.cpu.decode_codes_integers import ROUNDED, Integers
 from polyflash.backends.cpu.decode_turns import MEMORY_PAGE
 from polyflash.backends.cpu.decode_units import sums_of_lanes
 from polyflash.backends.cpu.intrinsics import stage
@@ -43,14 +44,15 @@ class CodesTile(Integers):
         lo, width = e.load(p_limits, 0, e.vi), e.load(p_limits, e.bytes, e.vi)
         in_group = ir.Constant(e.vi, [lane // self.rows for lane in range(self.lanes)])
         first = b.add(e.splat(b.trunc(key, I32)), in_group)
-        score = self._score(e, e.pointer(q), factor, cap)
-        together = 4 // self.keys if self.key.by_fours else 1  # vectors of scores
+        score, change = self._score(e, e.pointer(q)), self._change_all(e, factor, cap)
+        together = 4 * self.fours // self.keys if self.key.by_fours else 1  # vectors of scores
         sums_of = self._sums_by_fours if self.key.by_fours else self._sums_by_key(e)
 
         def group(i: Value, values: list[Value]) -> list[Value]:
             p_rows, p_s, largest, at, p_later, p_scales = values
-            for j, sums in enumerate(sums_of(e, p_rows, (p_later, further), planes)):
-                x = score(sums, e.at(p_scales, j * self.keys * 4))
+            made = sums_of(e, p_rows, (p_later, further), planes)
+            made = [score(x, e.at(p_scales, j * self.keys * 4)) for j, x in enumerate(made)]
+            for j, x in enumerate(change(made)):
                 x = e.apply_mask(x, b.sub(at, lo), width)
                 e.store(x, p_s, j * e.bytes)
                 largest, at = e.maximum(x, largest), b.add(at, e.ints(self.keys))
@@ -64,9 +66,9 @@ class CodesTile(Integers):
         start = [e.pointer(k_rows), e.pointer(s), e.load(p_top), first, e.pointer(later), e.pointer(scales)]
         e.store(e.loop(b.udiv(groups, I64(together)), start, group)[2], p_top)
 
-    def _score(self, e: Emitter, tile: Value, factor: Value, cap: Value) -> Callable[[Value, Value], Value]:
+    def _score(self, e: Emitter, tile: Value) -> Callable[[Value, Value], Value]:
         """Make what gives scores of the integers of a vector and of the scales of its keys."""
-        b, key, change = e.b, self.key, self._change(e, factor, cap)
+        b, key = e.b, self.key
         unit, shift = (e.load(tile, key.query_stats + i * e.bytes) for i in range(2))
         more = e.load(tile, key.query_stats + 2 * e.bytes, e.vi)
 
@@ -74,7 +76,7 @@ class CodesTile(Integers):
             x = b.fmul(b.sitofp(b.sub(sums, more), e.vf), unit)
             if key.k.scale.channels == 0:
                 x = b.fmul(x, self._of_keys(e, p_scales))
-            return change(b.fadd(x, shift) if key.k.shift is not None else x)
+            return b.fadd(x, shift) if key.k.shift is not None else x
 
         return score
 
@@ -104,20 +106,26 @@ class CodesTile(Integers):
         """The integers of the scores of four keys. The 32-bit columns of every 128 bits of theirs are
         transposed, so that a lane sums products of one key: only lanes of a key 128 bits apart are left to
         be added, of each row once for the four."""
-        codes, step = self.key.k, per_word(self.key.k)
-        sums: list[Value] = [e.ints(0)] * self.rows
-        rows, later = ([e.pointer(e.load(p, 8 * j, I64)) for j in range(4)] for p in (p_rows, listed[0]))
+        codes, step = self.key.k, self._step(self.key.k)
+        fours = range(self.fours)
+        sums: list[list[Value]] = [[e.ints(0)] * self.rows for _ in fours]
+        keys = range(4 * self.fours)
+        rows, later = ([e.pointer(e.load(p, 8 * j, I64)) for j in keys] for p in (p_rows, listed[0]))
         for row in later:
             self._ask(e, e.at(row, listed[1]), codes, self.key.head_dim)
         for u in self._units_of(codes, self.key.head_dim):
             x = [self._words(e, row, codes, self.key.head_dim, u) for row in rows]
-            for j, column in enumerate(self._transposed(e, [e.b.bitcast(y, e.vi) for y in x])):
-                for n in range(step):
-                    part = self._part(e, e.b.bitcast(column, self.words), codes, n)
-                    for r in range(self.rows):
-                        place = (((u * step + n) * 4 + j) * self.rows + r) * e.bytes
-                        sums[r] = self._dot(e, sums[r], part, e.load(planes, place, self.words))
-        return self._by_key_and_row(e, sums)
+            turned = [
+                self._transposed(e, [e.b.bitcast(y, e.vi) for y in x[4 * f : 4 * f + 4]]) for f in fours
+            ]
+            for j, n in product(range(4), range(step)):
+                parts = [self._part(e, e.b.bitcast(turned[f][j], self.words), codes, n) for f in fours]
+                for r in range(self.rows):
+                    place = (((u * step + n) * 4 + j) * self.rows + r) * e.bytes
+                    y = e.load(planes, place, self.words)
+                    for f in fours:
+                        sums[f][r] = self._dot(e, sums[f][r], parts[f], y)
+        return [x for some in sums for x in self._by_key_and_row(e, some)]
 
     def _transposed(self, e: Emitter, x: list[Value]) -> list[Value]:
         """Four vectors, every 4x4 lanes of theirs transposed."""
@@ -150,12 +158,12 @@ class CodesTile(Integers):
 
     def _held_integers(self, e: Emitter, planes: Value) -> list[Value]:
         """Load Q in the order in which `_products` meets it."""
-        vectors = len(self._units_of(self.key.k, self.key.head_dim)) * per_word(self.key.k) * self.rows
+        vectors = len(self._units_of(self.key.k, self.key.head_dim)) * self._step(self.key.k) * self.rows
         return [e.load(planes, n * e.bytes, self.words) for n in range(vectors)]
 
     def _products(self, e: Emitter, row: Value, q: Value | list[Value]) -> list[Value]:
         """A vector of partial sums of one key for every row of Q, which is an address or held."""
-        codes, step = self.key.k, per_word(self.key.k)
+        codes, step = self.key.k, self._step(self.key.k)
         sums: list[Value] = [e.ints(0)] * self.rows
         for u in self._units_of(codes, self.key.head_dim):
             x = self._words(e, row, codes, self.key.head_dim, u)
@@ -190,20 +198,22 @@ class CodesTile(Integers):
             e.store(e.load(entry, 0, F32), to)
 
     @stage
-    def weigh_codes(self, e: Emitter, weights, floats, pairs, sums, vectors, scales, shifts) -> None:
+    def weigh_codes(self, e: Emitter, weights, floats, pairs, sums, vectors, scales, shifts, sign) -> Value:
         """Weights of V's codes: of every group of channels, those of the keys times their scales, as pairs of
         integers [two keys][row][group]; and at `sums` vectors of their steps, of what is added to all
-        channels, and of what the middles of codes add to sums."""
+        channels, and of what the middles of codes add to sums. A byte has no sign: of weights as bytes those
+        of the sign of `sign` are taken, the others are 0; returns whether there are any."""
         b, groups, live = e.b, self.key.value_groups, self.key.live_groups
-        step, shifted, middles = 4 * self.keys * live, self.key.v.shift is not None, MIDDLES[self.key.v.dtype]
-        zeros: list[Value] = [e.ints(0)] * live
+        step, shifted, middles = 4 * self.keys * live, self.key.v.shift is not None, self.value_middles
+        zeros, flip = [e.ints(0)] * live, e.splat(b.trunc(sign, I32))
 
         def scaled(i: Value, x: list[Value]) -> list[Value]:
-            p_w, p_held, p_scale, p_shift, *tops = x
+            p_w, p_held, p_scale, p_shift, others, *tops = x
             w = e.load(p_w)
             unseen, totals = b.icmp_signed("<", b.bitcast(w, e.vi), e.ints(0)), tops[live:]
             for g in range(live):
                 y = b.select(unseen, e.floats(0), b.fmul(w, self._of_keys(e, p_scale, g, live)))
+                y, others = self._of_one_sign(e, y, flip, others)
                 e.store(y, p_held, g * e.bytes)
                 tops[g] = e.smax(tops[g], self._bits_of_size(e, y))
                 if shifted:
@@ -215,42 +225,70 @@ class CodesTile(Integers):
                 e.at(p_held, live * e.bytes),
                 e.at(p_scale, step),
                 p_shift,
+                others,
                 *tops[:live],
                 *totals,
             ]
 
-        start = [*(e.pointer(x) for x in (weights, floats, scales, shifts)), *zeros, *[e.floats(0)] * live]
-        out = e.loop(vectors, start, scaled)[4:]
-        known = [self._steps(e, self._across_keys(e, top, e.smax)) for top in out[:live]]
+        start = [*(e.pointer(x) for x in (weights, floats, scales, shifts)), e.ints(0)]
+        others, *out = e.loop(vectors, [*start, *zeros, *[e.floats(0)] * live], scaled)[4:]
+        known = [self._steps(e, self._across_keys(e, top, e.smax), self.most_weight) for top in out[:live]]
         known += known[-1:] * (groups - live)
 
         def rounded(i: Value, x: list[Value]) -> list[Value]:
-            whole = [self._rounded(e, e.load(x[0], g * e.bytes), known[g][1]) for g in range(live)]
-            e.store(self._in_pairs(e, whole + whole[-1:] * (groups - live)), x[1])
-            counts = [b.add(n, b.sub(y, e.ints(ROUNDED))) for n, y in zip(x[2:], whole, strict=True)]
-            return [e.at(x[0], live * e.bytes), e.at(x[1], groups * e.bytes // 2), *counts]
+            made, counts = [], x[2:]
+            for m in range(together):
+                floats = (e.load(x[0], (m * live + g) * e.bytes) for g in range(live))
+                whole = [self._rounded(e, y, by) for y, (_, by) in zip(floats, known, strict=False)]
+                made += whole + whole[-1:] * (groups - live)
+                counts = [b.add(n, b.sub(y, e.ints(ROUNDED))) for n, y in zip(counts, whole, strict=True)]
+            e.store(self._in_words(e, made), x[1])
+            size = groups * e.bytes // self.key.joined
+            return [e.at(x[0], together * live * e.bytes), e.at(x[1], together * size), *counts]
 
-        counts = e.loop(vectors, [e.pointer(floats), e.pointer(pairs), *zeros], rounded)[2:]
+        together = max(1, self.key.joined // self.keys)  # vectors of floats
+        trips = b.udiv(vectors, I64(together))
+        counts = e.loop(trips, [e.pointer(floats), e.pointer(pairs), *zeros], rounded)[2:]
         for g in range(live):
             count = self._across_keys(e, counts[g], b.add)
             added = [b.mul(count, e.ints(middle)) for middle in middles]
-            for i, x in enumerate((known[g][0], self._across_keys(e, out[live + g], b.fadd), *added)):
+            unit, total = (
+                b.xor(b.bitcast(known[g][0], e.vi), flip),
+                self._across_keys(e, out[live + g], b.fadd),
+            )
+            total = b.select(b.icmp_signed("==", sign, I64(0)), total, e.floats(0))  # once is enough
+            for i, x in enumerate((unit, total, *added)):
                 e.store(x, e.pointer(sums), (g * self.key.value_stats + i) * e.bytes)
+        any_other = e.call(f"llvm.vector.reduce.smin.v{self.lanes}i32", I32, [others])
+        return b.zext(b.icmp_signed("<", any_other, I32(0)), I64)
 
-    def _in_pairs(self, e: Emitter, x: list[Value]) -> Value:
-        """Vectors of integers, one of each group of channels, as 16-bit ones [two keys][row][group][key]."""
-        groups, all_rows = len(x), range(self.rows)
+    def _of_one_sign(self, e: Emitter, x: Value, flip: Value, others: Value) -> tuple[Value, Value]:
+        """Weights that one walk takes, and the lanes that are negative if it leaves any."""
+        return x, others
+
+    def _in_words(self, e: Emitter, x: list[Value]) -> Value:
+        """Vectors of integers, one of each group of channels of some keys, in words [joined keys][row][group]
+        of as many keys."""
+        groups, joined = self.key.value_groups, self.key.joined
+        keys = len(x) // groups * self.keys
         while len(x) & (len(x) - 1):
             x = [*x, x[-1]]
-        y = self._joined(e, [e.b.trunc(z, e.vh) for z in x])
+        y = self._joined(e, [self._integers(e, z) for z in x])
         order = [
-            g * self.lanes + (2 * pair + half) * self.rows + row
-            for pair in range(self.keys // 2)
-            for row in all_rows
+            (key // self.keys * groups + g) * self.lanes + key % self.keys * self.rows + row
+            for first in range(0, keys, joined)
+            for row in range(self.rows)
             for g in range(groups)
-            for half in (0, 1)
+            for key in range(first, first + joined)
         ]
         return e.shuffle(y, y, order)
+
+    @stage
+    def ask_values(self, e: Emitter, rows, count, further) -> None:
+        """Prefetches rows of V that are read later."""
+        with e.walk(count, (rows, 8)) as (place,):
+            row = e.at(e.pointer(e.load(place, 0, I64)), further)
+            self._ask(e, row, self.key.v, self.key.head_dim_v)
 
     # O = alpha·O + P·V
     @stage
@@ -266,24 +304,25 @@ class CodesTile(Integers):
     ) -> None:
         """One walk over the keys, for some rows and parts of units; of later pairs it prefetches `lines`."""
         v_rows, pairs, o, alpha, sums, count, later, further = args
-        places = (v_rows, 16), (pairs, self.key.value_groups * self.rows * 4), (later, 16)
+        n = self.key.joined
+        places = (v_rows, 8 * n), (pairs, self.key.value_groups * self.rows * 4), (later, 16)
         zeros = [e.ints(0)] * (2 * len(columns) * len(rows))
         with e.walk(count, *places, rolled=True, carried={"acc": zeros}) as walk:
             p_rows, p_weights, p_later = walk
-            both = [e.pointer(e.load(p_rows, 8 * j, I64)) for j in (0, 1)]
+            keys = [e.pointer(e.load(p_rows, 8 * j, I64)) for j in range(n)]
             for j, byte in lines:
                 row = e.at(e.pointer(e.load(p_later, 8 * j, I64)), further)
                 e.prefetch(e.at(row, byte), PREFETCH_LEVEL)
-            walk.acc = self._weigh_two(e, both, p_weights, walk.acc, rows, columns)
+            walk.acc = self._weigh_keys(e, keys, p_weights, walk.acc, rows, columns)
         self._add_values(e, walk.acc, o, alpha, sums, rows, columns)
 
-    def _weigh_two(
-        self, e: Emitter, both: list[Value], p_weights: Value, acc: list[Value], rows: range, columns: Any
+    def _weigh_keys(
+        self, e: Emitter, keys: list[Value], p_weights: Value, acc: list[Value], rows: range, columns: Any
     ) -> list[Value]:
         """Add the values of two keys to the sums."""
         key, weights = self.key, {}
         units = sorted({u for u, _ in columns})
-        words = [{u: self._words(e, row, key.v, key.head_dim_v, u) for u in units} for row in both]
+        words = [{u: self._words(e, row, key.v, key.head_dim_v, u) for u in units} for row in keys]
         for c, (u, n) in enumerate(columns):
             parts = [self._part(e, words[j][u], key.v, n) for j in (0, 1)]
             for half in (0, 1):
@@ -299,12 +338,12 @@ class CodesTile(Integers):
         self, e: Emitter, acc: list[Value], o: Value, alpha: Value, sums: Value, rows: range, columns: Any
     ) -> None:
         """O of a block from the sums of its integers."""
-        key, p_o = self.key, e.pointer(o)
+        p_o = e.pointer(o)
         for m, r in enumerate(rows):
             shrink = e.splat(e.load(e.pointer(alpha), r * 4, F32))
             for c, (u, n) in enumerate(columns):
                 unit, added = (self._of_channels(e, sums, u, r, i) for i in (0, 1))
-                more = self._of_channels(e, sums, u, r, 2 + n % len(MIDDLES[key.v.dtype]))
+                more = self._of_channels(e, sums, u, r, 2 + n % len(self.value_middles))
                 for half in (0, 1):
                     x = e.b.sub(acc[(c * 2 + half) * len(rows) + m], e.b.bitcast(more, e.vi))
                     x = e.fma(e.b.sitofp(x, e.vf), unit, added)
@@ -339,11 +378,11 @@ class CodesTile(Integers):
                 rows = [walk[0], e.at(walk[0], v_step)]
                 for row in rows:
                     e.prefetch(e.at(row, MEMORY_PAGE), PREFETCH_LEVEL)
-                walk.acc = self._weigh_two(e, rows, walk[1], walk.acc, own, columns)
-            turn.acc, score = walk.acc, self._score(e, tile, factor, cap)
+                walk.acc = self._weigh_keys(e, rows, walk[1], walk.acc, own, columns)
+            turn.acc, score, change = walk.acc, self._score(e, tile), self._change(e, factor, cap)
             for n in range(0, keys, self.keys):
                 parts = [e.load(p_sums, (n + m) * e.bytes, e.vi) for m in range(self.keys)]
-                x = score(sums_of_lanes(e, parts), e.at(p_scales, 4 * n))
+                x = change(score(sums_of_lanes(e, parts), e.at(p_scales, 4 * n)))
                 e.store(x, p_s, 4 * n)
                 turn.top = e.maximum(x, turn.top)
         e.store(turn.top, e.pointer(top))

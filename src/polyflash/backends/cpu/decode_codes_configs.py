@@ -12,7 +12,7 @@ from functools import lru_cache
 from polyflash.backends.cpu import configs
 from polyflash.backends.cpu.configs import ISAS, LINE, STEP, STORAGE_BYTES, Scratch
 from polyflash.backends.cpu.decode_configs import MOST_HEADS, MOST_ROWS, DecodeConfig, DecodeKey
-from polyflash.quant.scheme import KINDS, Codes, codes_of, per_word
+from polyflash.quant.scheme import KINDS, Codes, codes_of, per_word, text_of
 from polyflash.spec import DECODE_ROWS, AttentionSpec
 from polyflash.target import Target
 
@@ -57,6 +57,16 @@ class CodesKey(DecodeKey):
         return False
 
     @property
+    def bytes(self) -> bool:
+        """Whether the products are of bytes."""
+        return "*" in self.codes
+
+    @property
+    def joined(self) -> int:
+        """Keys whose weights lie side by side in 32 bits."""
+        return 4 if self.bytes else 2
+
+    @property
     def row_bytes(self) -> tuple[int, int]:
         """Bytes of the codes of a key of K, and of V."""
         pairs = (self.k, self.head_dim), (self.v, self.head_dim_v)
@@ -75,7 +85,7 @@ class CodesKey(DecodeKey):
 
     @property
     def query_stats(self) -> int:
-        return self.planes + self.rows * self.query_row // 2 * (4 if self.by_fours else 1)
+        return self.planes + self.rows * self.query_row // self.joined * (4 if self.by_fours else 1)
 
     @property
     def by_fours(self) -> bool:
@@ -123,7 +133,22 @@ def key_for(config: DecodeConfig, spec: AttentionSpec, rows: int) -> CodesKey:
     """The kernel for tiles of `rows` rows, or of as many as one tile holds."""
     held = min(max(1, rows), MOST_ROWS[config.isa], ISAS[config.isa].lanes // 2)  # a vector has two keys
     rows = 1 << (held - 1).bit_length()
-    return CodesKey(config.isa, "f32", spec.dtype, rows, spec.head_dim, spec.head_dim_v, spec.codes)
+    codes = spec.codes
+    if config.compute != "int8dot" or rows == 1:  # which waits for memory: bytes gained nothing
+        codes = text_of(*(x and x._replace(compute="float") for x in codes_of(codes)))
+    return CodesKey(config.isa, "f32", spec.dtype, rows, spec.head_dim, spec.head_dim_v, codes)
+
+
+def note(config: DecodeConfig, spec: AttentionSpec) -> str:
+    """Words of a plan about the products of codes."""
+    key = key_for(config, spec, spec.group * spec.seqlen_q)
+    how = "16 bits: q or the weights are rounded to 32767ths of their largest"
+    if key.bytes:
+        how = "bytes: q, a scale per row, and the weights, one per row and block, are rounded to 8 bits"
+    elif "*int8" in spec.codes:
+        why = "bytes need avx512_vnni, and to be asked for by k and v"
+        how = f"16 bits: {'a single row waits for memory' if key.rows == 1 else why}"
+    return f"kernel {key.name}: products of {how}"
 
 
 @lru_cache(maxsize=256)

@@ -27,9 +27,20 @@ class Integers(DecodeTile):
     def __init__(self, key: CodesKey) -> None:
         super().__init__(key)
         self.words = ir.VectorType(I16, 2 * self.lanes)
+        self.most = self.most_weight = MOST
+        self.middles, self.value_middles = MIDDLES[key.k.dtype], MIDDLES[key.v.dtype]
         self.parts = key.unit // self.lanes
+        self.fours = 2 if key.bytes and self.rows == 4 else 1  # of keys whose scores are made at once
 
     # codes
+    def _step(self, codes: Codes) -> int:
+        """Codes in an integer."""
+        return 2 * per_word(codes) // self.key.joined
+
+    def _integers(self, e: Emitter, x: Value) -> Value:
+        """The low bits of 32-bit ones."""
+        return e.b.trunc(x, ir.VectorType(self.words.element, self.lanes))
+
     def _units_of(self, codes: Codes, channels: int) -> range:
         return range(-(-channels // self.key.unit_of(codes)))
 
@@ -76,11 +87,11 @@ class Integers(DecodeTile):
         """|x| as an integer, by which a NaN is the largest of all."""
         return e.b.and_(e.b.bitcast(x, e.vi), e.ints(0x7FFFFFFF))
 
-    def _steps(self, e: Emitter, top: Value, *, power: bool = False) -> tuple[Value, Value]:
-        """A scale of which |x| with these bits is MOST steps, and its inverse; NaN and 0 of what is none. If
-        it is a power of two, values in 16 bits that are not small beside the largest lose nothing."""
+    def _steps(self, e: Emitter, top: Value, most: float, *, power: bool = False) -> tuple[Value, Value]:
+        """A scale of which |x| with these bits is `most` steps, and its inverse; NaN and 0 of none. If it is
+        a power of two, values in 16 bits that are not small beside the largest lose nothing."""
         b, bits, top = e.b, top, e.b.bitcast(top, e.vf)
-        unit, inverse = b.fmul(top, e.floats(1 / MOST)), b.fdiv(e.floats(MOST), top)
+        unit, inverse = b.fmul(top, e.floats(1 / most)), b.fdiv(e.floats(most), top)
         if power:
             unit_bits = b.sub(b.and_(bits, e.ints(0x7F800000)), e.ints(14 << 23))
             unit = b.bitcast(unit_bits, e.vf)
@@ -130,8 +141,8 @@ class Integers(DecodeTile):
                 tops[r] = e.smax(tops[r], self._bits_of_size(e, scaled(r, first, factor)))
                 if moved is not None:
                     totals[r] = e.fma(scaled(r, first, None), moved, totals[r])
-        plain = key.k.scale.channels == 0
-        known = [self._steps(e, self._across_keys(e, top, e.smax, 1), power=plain) for top in tops]
+        plain = key.k.scale.channels == 0 and not key.bytes
+        known = [self._steps(e, self._across_keys(e, top, e.smax, 1), self.most, power=plain) for top in tops]
         sums = [e.ints(0)] * self.rows
         for u in range(0, len(channels), 2 * per_word(key.k)):
             for r in rows:
@@ -141,8 +152,7 @@ class Integers(DecodeTile):
                     whole.append(self._rounded(e, scaled(r, first, factor), known[r][1]))
                     sums[r] = b.add(sums[r], b.sub(whole[-1], e.ints(ROUNDED)))
                 self._store_planes(e, e.at(tile, key.planes), u // (2 * per_word(key.k)), r, whole)
-        middles = MIDDLES[key.k.dtype]
-        middle = ir.Constant(e.vi, [middles[m % len(middles)] for m in range(self.lanes)])
+        middle = ir.Constant(e.vi, [self.middles[m % len(self.middles)] for m in range(self.lanes)])
         stats: list[Value] = [e.floats(0), e.floats(0), e.ints(0)]
         for r in rows:
             total = self._across_keys(e, totals[r], b.fadd, 1)
@@ -155,10 +165,10 @@ class Integers(DecodeTile):
     def _store_planes(self, e: Emitter, planes: Value, unit: int, row: int, whole: list[Value]) -> None:
         """Store them as [unit][part][row][word], so that a part of K meets its channels; for four keys at
         once as [unit][column][part][row], of which every 128 bits repeat one of their four columns."""
-        step = per_word(self.key.k)
-        x = self._joined(e, [e.b.trunc(y, e.vh) for y in whole])
+        step = self._step(self.key.k)
+        x = self._joined(e, [self._integers(e, y) for y in whole])
         for n in range(step):
-            part = e.shuffle(x, x, (n + step * word for word in range(2 * self.lanes)))
+            part = e.shuffle(x, x, (n + step * at for at in range(self.words.count)))
             if not self.key.by_fours:
                 e.store(part, planes, ((unit * step + n) * self.rows + row) * e.bytes)
                 continue

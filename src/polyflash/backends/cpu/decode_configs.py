@@ -128,6 +128,10 @@ class DecodeConfig:
         rows = spec.group * spec.seqlen_q
         if rows > DECODE_ROWS:
             kernel = "lanes over rows"
+        elif spec.codes:
+            from polyflash.backends.cpu import decode_codes_configs  # which needs this module
+
+            kernel = decode_codes_configs.note(self, spec)
         else:
             key = key_for(self, spec.dtype, rows)
             kernel = f"kernel {key.name}: lanes over channels, K and V read in place"

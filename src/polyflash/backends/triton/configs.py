@@ -180,8 +180,9 @@ def refuses_products(spec: AttentionSpec, target: Target) -> str:
         return ""
     k, v = codes_of(spec.codes)
     eights = k is not None and k.compute == "fp8"
-    if k is None or k.compute == "float" or v not in (None, *((FP8_VALUES,) if eights else ())):
-        wanted = "compute of k, with v decoded, or of fp8 with a scale per head or tensor"
+    values = (None, FP8_VALUES) if eights else (None,)
+    if k is None or k.compute == "float" or k.dtype == "int4" or v not in values:
+        wanted = "compute of k in 8 bits, with v decoded, or of fp8 with a scale per head or tensor"
         return f"codes: needs {wanted}; asked for {spec.codes}"
     if eights and target.arch in WITHOUT_FP8:
         return f"codes: no products of e4m3 on {target.name}"
@@ -191,7 +192,7 @@ def refuses_products(spec: AttentionSpec, target: Target) -> str:
         return f"codes: v is decoded over pages, in packed members, with dropout, {dims}"
     if spec.phase is Phase.DECODE and Feature.BATCH_INVARIANT not in spec.features:
         return "codes: few rows gain nothing from integer products"
-    if k.scale.channels or (k.shift is not None and (k.shift.tokens or spec.page_size)):
+    if k.scale.channels or (k.shift is not None and (k.shift != Block(0, 1) or spec.page_size)):
         wanted = "scales per token, block of tokens, head or tensor, and a mean over all tokens, not of pages"
         return f"codes: has {wanted}; asked for {spec.codes}"
     return ""

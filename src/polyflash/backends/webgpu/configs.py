@@ -206,7 +206,7 @@ def multiplies(codes: str, page_size: int) -> bool:
     """May q·k be sums of integers? Both sides ask for it, and a row of q meets scales of keys alone, and one
     shift."""
     k, v = codes_of(codes) if codes else (None, None)
-    if k is None or v is None or not k.compute == v.compute == "int8" or k.scale.channels:
+    if k is None or v is None or not k.compute == v.compute == k.dtype == "int8" or k.scale.channels:
         return False
     return k.shift is None or (k.shift == Block(0, 1) and not page_size)
 

@@ -1,0 +1,98 @@
+"""The stages that are others where codes meet Q and the weights as bytes, which `compute="int8"` asks for.
+
+    S[key][row] = scale·Σ code·q8 + Σ q·shift         q8: signed, q times the scales of channels
+    O[row][channel] += scale·Σ p8·code + Σ p·shift    p8: unsigned, p times the scale of its key
+
+One instruction multiplies four neighbouring unsigned bytes with four signed ones and adds them up in 32 bits.
+Codes of K are the unsigned side, more than their value by a middle; those of V the signed one, of four keys
+side by side. A word of 16 bits is a byte here: of 8-bit codes it holds one, of 4-bit ones two.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+
+from polyflash.backends.cpu.decode_codes_blocks import CodesTile
+from polyflash.backends.cpu.decode_codes_configs import CodesKey
+from polyflash.backends.cpu.simd import I8, I16, Emitter, Value
+from polyflash.quant.scheme import Codes
+
+MIDDLES, VALUE_MIDDLES = {"int8": (128,), "int4": (8,)}, {"int8": (0,), "int4": (8,)}
+MOST, MOST_WEIGHT = 127.0, 255.0  # in steps of a scale
+
+
+def tile_of(key: CodesKey) -> CodesTile:
+    return BytesTile(key) if key.bytes else CodesTile(key)
+
+
+class BytesTile(CodesTile):
+    """Emissions for one key whose products are of bytes."""
+
+    def __init__(self, key: CodesKey) -> None:
+        super().__init__(key)
+        self.words, self.halves = ir.VectorType(I8, 4 * self.lanes), ir.VectorType(I16, 2 * self.lanes)
+        self.most, self.most_weight = MOST, MOST_WEIGHT
+        self.middles, self.value_middles = MIDDLES[key.k.dtype], VALUE_MIDDLES[key.v.dtype]
+
+    def _dot(self, e: Emitter, acc: Value, x: Value, y: Value) -> Value:
+        return e.dot_bytes(acc, e.b.bitcast(x, e.vi), e.b.bitcast(y, e.vi))
+
+    def _part(self, e: Emitter, x: Value, codes: Codes, n: int) -> Value:
+        """The n-th code of every byte, more than its value by its middle."""
+        if codes.dtype == "int8":
+            return e.b.xor(x, ir.Constant(self.words, [0x80] * self.words.count))
+        return self._nibbles(e, x, n)
+
+    def _nibbles(self, e: Emitter, x: Value, n: int) -> Value:
+        low, halves = ir.Constant(self.words, [15] * self.words.count), self.halves
+        if n:
+            x = e.b.lshr(e.b.bitcast(x, halves), ir.Constant(halves, [4] * halves.count))
+        return e.b.and_(e.b.bitcast(x, self.words), low)
+
+    def _of_one_sign(self, e: Emitter, x: Value, flip: Value, others: Value) -> tuple[Value, Value]:
+        bits = e.b.xor(e.b.bitcast(x, e.vi), flip)
+        return e.b.bitcast(e.smax(bits, e.ints(0)), e.vf), e.b.or_(others, bits)
+
+    def _weigh_keys(
+        self, e: Emitter, keys: list[Value], p_weights: Value, acc: list[Value], rows: range, columns: Any
+    ) -> list[Value]:
+        """Add the values of four keys to the sums; a column is some codes of one half of 128 bits."""
+        codes, step, b = self.key.v, self._step(self.key.v), e.b
+        for u in sorted({u for u, _ in columns}):
+            x = [self._words(e, row, codes, self.key.head_dim_v, u) for row in keys]
+            weights = [self._weight(e, p_weights, u, r) for r in rows]
+            for half in sorted({c // step for own, c in columns if own == u}):
+                pairs = [self._by_turns_of(e, x[j], x[j + 1], half) for j in (0, 2)]
+                for quarter in (0, 1):
+                    low, high = (b.bitcast(z, self.halves) for z in pairs)
+                    y = self._by_turns_of(e, low, high, quarter)
+                    for at, (own, c) in enumerate(columns):
+                        if own != u or c // step != half:
+                            continue
+                        bits = b.bitcast(y, self.words)
+                        part = bits if codes.dtype == "int8" else self._nibbles(e, bits, c % step)
+                        for m, weight in enumerate(weights):
+                            place = (at * 2 + quarter) * len(rows) + m
+                            acc[place] = self._dot(e, acc[place], weight, part)
+        return acc
+
+    def _by_turns_of(self, e: Emitter, x: Value, y: Value, half: int) -> Value:
+        """The elements of two vectors by turns, of the low or high half of every 128 bits."""
+        n = x.type.count
+        per = n * 4 // self.lanes  # in 128 bits
+        order = [j // per * per + half * per // 2 + j % per // 2 + (n if j & 1 else 0) for j in range(n)]
+        return e.shuffle(x, y, order)
+
+    def _narrow(self, e: Emitter, x: list[Value]) -> Value:
+        """A unit of O, [half of 128 bits][part of a byte][half of that][lane], as channels in their order."""
+        step, n = self._step(self.key.v), self.lanes
+        y = self._joined(e, [e.narrow(part, self.key.storage) for part in x])
+        order = []
+        for channel in range(len(x) * n):
+            byte, part = divmod(channel, step)
+            block, place = divmod(byte, 16)
+            vector = 2 * (place // 8 * step + part) + place // 4 % 2
+            order.append(vector * n + 4 * block + place % 4)
+        return e.shuffle(y, y, order)
