@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from polyflash.backends.cpu.address_lists import PREFETCH_LEVEL
+from polyflash.backends.cpu.configs import LINE
 from polyflash.backends.cpu.decode_configs import KEYS_PER_GROUP, MOST_HEADS, NARROW, ROWS_AT_ONCE, WIDTH
 from polyflash.backends.cpu.decode_units import Units, sums_of_lanes
 from polyflash.backends.cpu.intrinsics import stage
@@ -116,6 +117,8 @@ class Turns(Units):
                     dots = self._dots_of(e, rows[0], held, later(rows[0], k_ahead))
                     e.store(sums_of_lanes(e, dots), rows[1])
                 p_k = rows[0]
+                for start, step in ((later(p_v, v_ahead), v_step), (later(p_k, k_ahead), k_step)):
+                    self._ask_early(e, start, step, width * self.size)
                 largest = scored(p_s, largest) if half + 1 == halves else largest
                 at_once = min(ROWS_AT_ONCE, self.rows)
                 self._weigh(e, [p_p, p_alpha, p_o], v_row, width, None, False, at_once)
@@ -133,6 +136,13 @@ class Turns(Units):
 
         for width in (NARROW, WIDTH) if self.rows == 1 else (WIDTH,):
             e.where(b.icmp_signed("==", channels, I64(width)), [], partial(turns, width=width))
+
+    def _ask_early(self, e: Emitter, start: Value | None, step: Value, row_bytes: int) -> None:
+        """Prefetches the first rows of what a turn would ask for line by line."""
+        for n in range(self.key.bytes_early // row_bytes):
+            row = e.at(start, e.b.mul(step, I64(n)))
+            for byte in range(0, row_bytes, LINE):
+                e.prefetch(e.at(row, byte), PREFETCH_LEVEL)
 
     def _held(self, e: Emitter, p_q: Value, width: int = WIDTH) -> list[list[list[Value]]]:
         """Q in registers, as far as there are: by unit, part and row. Each load of Q beside K would take the
