@@ -82,8 +82,8 @@ class Turns(Units):
         """`online_softmax`, then accumulates like `accumulate`, and before V of each group scores like
         `scores` as many keys of K, which every row sees; both are of `dims` channels, `v_step` or `k_step`
         bytes apart. Every instruction reads on by a row at a time, through no list of addresses, and lines
-        are asked for `bytes_ahead` of the key before their turn. Weights are made behind the first K, whose
-        lines are under way meanwhile; `m` is where the statistics stand."""
+        are asked for `bytes_ahead` of the key before their turn. Weights of 16-bit keys are made
+        behind the first K: it was quicker, and for float32 slower. `m` is where the statistics stand."""
         b, change, p_top = e.b, self._change(e, factor, cap), e.pointer(top)
         p_o, p_q = e.pointer(o), e.pointer(q)
         halves = max(1, self.keys // KEYS_PER_GROUP)  # groups that fill a vector of scores
@@ -119,9 +119,8 @@ class Turns(Units):
                     dots = self._dots_of(e, rows[0], held, later(rows[0], k_ahead))
                     e.store(sums_of_lanes(e, dots), rows[1])
                 p_k = rows[0]
-                if p_alpha is not None and half == 0:
-                    vectors = b.udiv(b.mul(groups, I64(KEYS_PER_GROUP)), I64(self.keys))
-                    self.online_softmax(e, p, vectors, block, m, scale)
+                if self.size == 2 and p_alpha is not None and half == 0:
+                    weights()
                 for start, step in ((later(p_v, v_ahead), v_step), (later(p_k, k_ahead), k_step)):
                     self._ask_early(e, start, step, width * self.size)
                 largest = scored(p_s, largest) if half + 1 == halves else largest
@@ -139,6 +138,10 @@ class Turns(Units):
             e.store(e.loop(more, first, partial(turn, width, None))[-1], p_top)
             return []
 
+        vectors = b.udiv(b.mul(groups, I64(KEYS_PER_GROUP)), I64(self.keys))
+        weights = partial(self.online_softmax, e, p, vectors, block, m, scale)
+        if self.size == 4:
+            weights()
         for width in (NARROW, WIDTH) if self.rows == 1 else (WIDTH,):
             e.where(b.icmp_signed("==", dims, I64(width)), [], partial(turns, width=width))
 
