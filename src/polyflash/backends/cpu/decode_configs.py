@@ -90,6 +90,12 @@ class DecodeKey:
             return 4096 if self.rows == 4 else 2048
         return {"float16": 4096 if self.rows > 1 else 0, "bfloat16": 1024}[self.storage]
 
+    @property
+    def bytes_early(self) -> int:
+        """Bytes of those that are asked for at once behind each turn of K: four rows read V twice, and memory
+        would have nothing to do the second time."""
+        return 2048 if self.storage == "float32" and self.rows == 4 else 0
+
     def units(self, channels: int) -> int:
         return -(-channels // self.unit)
 

@@ -64,13 +64,13 @@ def _attend(key: DecodeKey, stage: Any, list_rows: Any) -> Any:
                 list_rows(tile, v, V_BATCH, v_rows, begin, last)
                 stage.fill(block, 1, MINUS_INF)
                 stage.scores(k_rows, q, s, block, vectors, channels, limits, begin, factor, cap, v_rows, 1)
-            stage.online_softmax(s, vectors, block, stats, args.scale_log2)
             if i + 1 < ahead:
                 stage.fill(block_next, 1, MINUS_INF)
                 v_at, k_at = v + begin * v_step, k + last * k_step
                 values, keys = (v_at, v_step, s, o, block), (k_at, k_step, q, s_next, block_next)
-                stage.weigh_and_score(*values, *keys, groups, channels, factor, cap)
+                stage.weigh_and_score(*values, *keys, groups, channels, factor, cap, stats, args.scale_log2)
             else:
+                stage.online_softmax(s, vectors, block, stats, args.scale_log2)
                 list_rows(tile, v, V_BATCH, v_rows, begin, last)
                 if last < beyond:
                     list_rows(tile, k, K_BATCH, k_rows, last, least(last + block_n, beyond))

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from polyflash.backends.cpu.address_lists import PREFETCH_LEVEL
+from polyflash.backends.cpu.configs import LINE
 from polyflash.backends.cpu.decode_configs import KEYS_PER_GROUP, MOST_HEADS, NARROW, ROWS_AT_ONCE, WIDTH
 from polyflash.backends.cpu.decode_units import Units, sums_of_lanes
 from polyflash.backends.cpu.intrinsics import stage
@@ -20,6 +21,7 @@ class Turns(Units):
 
     _change: Any  # (e, factor, cap) -> what scales and caps a vector of scores
     _dots: Any  # (e, row, row read next, q, channels, spread) -> a vector of partial sums per row of Q
+    online_softmax: Any  # a stage
     _weigh: Any  # (e, places, rows, channels, spread, bounded, at_once): one group of keys of one head
     keys: int  # of a vector of scores
     group_weights: int  # bytes
@@ -75,12 +77,13 @@ class Turns(Units):
 
     @stage
     def weigh_and_score(
-        self, e: Emitter, v, v_step, p, o, alpha, k, k_step, q, s, top, groups, channels, factor, cap
+        self, e: Emitter, v, v_step, p, o, block, k, k_step, q, s, top, groups, dims, factor, cap, m, scale
     ) -> None:
-        """Accumulates like `accumulate`, and before V of each group scores like `scores` as many keys of K,
-        which every row sees; both are of `channels`, `v_step` or `k_step` bytes apart. Every instruction
-        reads on by a row at a time, through no list of addresses, and lines are asked for `bytes_ahead` of
-        the key before their turn."""
+        """`online_softmax`, then accumulates like `accumulate`, and before V of each group scores like
+        `scores` as many keys of K, which every row sees; both are of `dims` channels, `v_step` or `k_step`
+        bytes apart. Every instruction reads on by a row at a time, through no list of addresses, and lines
+        are asked for `bytes_ahead` of the key before their turn. Weights of 16-bit keys are made
+        behind the first K: it was quicker, and for float32 slower. `m` is where the statistics stand."""
         b, change, p_top = e.b, self._change(e, factor, cap), e.pointer(top)
         p_o, p_q = e.pointer(o), e.pointer(q)
         halves = max(1, self.keys // KEYS_PER_GROUP)  # groups that fill a vector of scores
@@ -116,6 +119,10 @@ class Turns(Units):
                     dots = self._dots_of(e, rows[0], held, later(rows[0], k_ahead))
                     e.store(sums_of_lanes(e, dots), rows[1])
                 p_k = rows[0]
+                if self.size == 2 and p_alpha is not None and half == 0:
+                    weights()
+                for start, step in ((later(p_v, v_ahead), v_step), (later(p_k, k_ahead), k_step)):
+                    self._ask_early(e, start, step, width * self.size)
                 largest = scored(p_s, largest) if half + 1 == halves else largest
                 at_once = min(ROWS_AT_ONCE, self.rows)
                 self._weigh(e, [p_p, p_alpha, p_o], v_row, width, None, False, at_once)
@@ -126,13 +133,24 @@ class Turns(Units):
         def turns(_: list[Value], width: int) -> list[Value]:
             # Alpha is for the first group: of others O is added to, which does not wait for the multipliers.
             start = [*(e.pointer(x) for x in (v, k, p, s)), e.load(p_top)]
-            first = turn(width, e.pointer(alpha), I64(0), start)
+            first = turn(width, e.pointer(block), I64(0), start)
             more = b.sub(b.udiv(groups, I64(halves)), I64(1))
             e.store(e.loop(more, first, partial(turn, width, None))[-1], p_top)
             return []
 
+        vectors = b.udiv(b.mul(groups, I64(KEYS_PER_GROUP)), I64(self.keys))
+        weights = partial(self.online_softmax, e, p, vectors, block, m, scale)
+        if self.size == 4:
+            weights()
         for width in (NARROW, WIDTH) if self.rows == 1 else (WIDTH,):
-            e.where(b.icmp_signed("==", channels, I64(width)), [], partial(turns, width=width))
+            e.where(b.icmp_signed("==", dims, I64(width)), [], partial(turns, width=width))
+
+    def _ask_early(self, e: Emitter, start: Value | None, step: Value, row_bytes: int) -> None:
+        """Prefetches the first rows of what a turn would ask for line by line."""
+        for n in range(self.key.bytes_early // row_bytes):
+            row = e.at(start, e.b.mul(step, I64(n)))
+            for byte in range(0, row_bytes, LINE):
+                e.prefetch(e.at(row, byte), PREFETCH_LEVEL)
 
     def _held(self, e: Emitter, p_q: Value, width: int = WIDTH) -> list[list[list[Value]]]:
         """Q in registers, as far as there are: by unit, part and row. Each load of Q beside K would take the
