@@ -98,8 +98,8 @@ def checks(cpu: bool) -> list[tuple[str, str]]:
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """The times as lines."""
     lines = [
-        "                         one GPU ms  ranks ms  share  of slower  no handshake  computes ms  sends ms  "
-        "hidden  peak MB  formula MB"
+        "                         one GPU ms  ranks ms  share  of slower  no handshake  computes ms  "
+        "sends ms  hidden  peak MB  formula MB"
     ]
     lines += [
         f"{x['name']:24} {x['one_s'] * 1e3:11.2f} {x['ranks_s'] * 1e3:9.2f} {x['share']:6.1%} "

@@ -187,8 +187,8 @@ def _peak(run: Callable[[], None], device: torch.device) -> int:
 def rows(
     name: str, sizes: dict[str, Any], device: torch.device, rounds: int, methods: Sequence[str] = METHODS
 ) -> Iterator[dict[str, Any]]:
-    """One row per method; times are medians of `rounds`, arms by turns. One device's is the mean of all, which
-    differ by some percent; `share_of_slower` is of half the time of the slowest, whom the others wait for."""
+    """One row per method; times are medians of `rounds`, arms by turns. One device's is the mean of all, and
+    `share_of_slower` is by the time of the slowest, whom the others wait for."""
     own, ranks = Call(sizes, device, False), dist.get_world_size()
     arms: dict[str, Callable[[], None]] = {}
     rows: dict[str, dict[str, Any]] = {}
