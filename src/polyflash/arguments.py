@@ -13,6 +13,7 @@ from polyflash.errors import described, spec_error
 from polyflash.mask import FAR_OFFSET, Mask, checked_window, integer, is_strided
 from polyflash.operands import TENSORS
 from polyflash.spec import Arguments
+from polyflash.storages import check_storages
 
 Layout = Literal["bhsd", "bshd"]
 Causal = bool | Literal["bottom_right", "top_left"]
@@ -134,13 +135,10 @@ def int32_of(name: str, x: Tensor, checked: bool) -> Tensor:
     the others. On a CPU, and on a device that is to be checked, it is refused here, in its own words."""
     if x.dtype is not torch.int64 or not is_strided(x):
         return x
-    ends = torch.iinfo(torch.int32)
-    if (
-        type(x) is Tensor
-        and (x.device.type == "cpu" or (checked and not x.is_meta))
-        and _is_eager()
-        and x.numel()
-    ):
+    ends, plain = torch.iinfo(torch.int32), type(x) is Tensor and _is_eager()
+    if plain:
+        check_storages({name: x})
+    if plain and (x.device.type == "cpu" or (checked and not x.is_meta)) and x.numel():
         least, most = (int(end) for end in x.aminmax())
         if least < ends.min or most > ends.max:
             change = "It counts keys or rows."

@@ -50,7 +50,8 @@ class Launch:
         found = self.by_sizes.get(key)
         if found is None:
             if len(self.by_sizes) >= _KEPT_SIZES:
-                self.by_sizes.pop(next(iter(self.by_sizes)), None)
+                for old in list(self.by_sizes)[:1]:  # another thread may change it meanwhile
+                    self.by_sizes.pop(old, None)
             found = self.by_sizes[key] = self._find(mean_sizes(batch, members, seqlen_q, seqlen_k, longest))
         return found
 

@@ -140,11 +140,14 @@ def call(key: Key | None, *tensors: Any, repeat: Repeat | None = None) -> Result
         repeat = None if key is None else _known.get(key)
         if repeat is None:
             return None
-    for x, size in zip(tensors, repeat.reaches, strict=False):  # as `hold`, and not a call more
-        first = x.storage_offset()
-        if (first and first * x.itemsize) + size > x.untyped_storage().nbytes():
-            return None
-    results = repeat(*tensors)
+    try:
+        for x, size in zip(tensors, repeat.reaches, strict=False):  # as `hold`, and not a call more
+            first = x.storage_offset()
+            if (first and first * x.itemsize) + size > x.untyped_storage().nbytes():
+                return None
+        results = repeat(*tensors)
+    except NotImplementedError:  # tensors without storage, as a transform that looks like none has them
+        return None
     if results is not None:
         repeat.tally.count()
     return results
@@ -171,8 +174,9 @@ def attend(key: Key | None, bound: Bound, lens: Tensor | None = None) -> Results
 def learn(key: Key, launch: Launch, bound: Bound, lens: Tensor | None) -> None:
     """Calls with this key are made as `bound` was; None is kept if its row has no shorter way for them."""
     q, k, v, _, args, _ = bound
-    if len(_known) >= _KEPT:
-        _known.pop(next(iter(_known)), None)
+    if len(_known) > _KEPT - 2:  # what is learnt may have two entries
+        for old in list(_known)[:2]:  # another thread may change it meanwhile
+            _known.pop(old, None)
     maker = getattr(import_module(launch.row.module), "repeat", None)
     trained = key[0][-1] is True
     repeat = maker and maker(launch, q, k, v, args._replace(need_lse=True) if trained else args)

@@ -122,13 +122,14 @@ def longest_class(args: Arguments) -> tuple[int | None, bool | None]:
 
 compiling, tracing = torch.compiler.is_compiling, torch._C._get_tracing_state
 _modes, _transform = torch._C._len_torch_dispatch_stack, torch._C._functorch.peek_interpreter_stack
+_included, _EARLY = torch._C._dispatch_tls_is_dispatch_key_included, torch._C.DispatchKey.PreDispatch
 _autocasting, _strided = torch.is_autocast_enabled, torch.strided
 _KINDS = (Tensor, torch.nn.Parameter)
 
 
 def unobserved() -> bool:
     """Would nobody but a kernel see an op now: no mode, profiler or trace?"""
-    return not (_modes() or profiler._is_profiler_enabled) and tracing() is None
+    return not (_modes() or _included(_EARLY) or profiler._is_profiler_enabled) and tracing() is None
 
 
 def quiet(q: Tensor, *others: Any, trained: bool = False) -> tuple[Any, ...] | None:
@@ -138,7 +139,7 @@ def quiet(q: Tensor, *others: Any, trained: bool = False) -> tuple[Any, ...] | N
     the first time asks `is_plain` too, which takes longer."""
     if compiling() or tracing() is not None or _transform() is not None or _modes():
         return None
-    if profiler._is_profiler_enabled or forward_ad._current_level >= 0:
+    if _included(_EARLY) or profiler._is_profiler_enabled or forward_ad._current_level >= 0:
         return None
     device = q.device
     if _autocasting("cpu") if q.is_cpu else not q.is_cuda or _autocasting():  # CUDA's without a name

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import gc
 import importlib
+import sys
 import weakref
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._vmap_internals import _vmap
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import polyflash
@@ -17,11 +22,14 @@ from polyflash import (
     attention_paged,
     explain,
     likeness,
+    plan,
     repeats,
     torch_ops,
     use_backend,
 )
 from polyflash.counting import Tally
+from polyflash.entry import Bound
+from polyflash.plan import Launch
 from polyflash.spec import Arguments, keys_to_share
 from tests.device import DEVICE, generator
 from tests.tolerance import same_bits
@@ -274,6 +282,43 @@ def test_modes_see_a_known_call():
     torch.testing.assert_close(traced(*other), attention(*other))
 
 
+@pytest.mark.parametrize("known", (False, True))
+@pytest.mark.parametrize("rows", (1, 60))
+def test_early_traces_see_a_call_of_real_tensors(known, rows):
+    """A graph traced before autograd has its modes on a stack of their own."""
+    q, k, v = keys(rows=rows)
+    for _ in range(2 * known):
+        attention(q, k, v)
+    traced = make_fx(lambda *x: attention(*x), pre_dispatch=True)(q, k, v)
+    assert any("polyflash" in str(node.target) for node in traced.graph.nodes)
+    torch.testing.assert_close(traced(q * 2, k, v), attention(q * 2, k, v))
+
+
+@pytest.mark.parametrize("rows", (1, 60))
+def test_tensors_around_others_go_the_whole_way(rows):
+    """They look ordinary, and have no address."""
+    q, k, v = keys(rows=rows)
+    for _ in range(2):
+        want = attention(q, k, v)
+    escaped = []
+    torch.func.functionalize(lambda *x: [escaped.append(y) or y + 1 for y in x])(q, k, v)
+    assert all(type(x) is torch.Tensor and not x.data_ptr() for x in escaped)
+    for i in range(3):
+        given = [x if n != i else escaped[n] for n, x in enumerate((q, k, v))]
+        torch.testing.assert_close(attention(*given), want)
+    mapped = _vmap(lambda *x: attention(*x))(*(torch.stack((x, x)) for x in (q, k, v)))
+    torch.testing.assert_close(mapped, torch.stack((want, want)))
+
+
+def test_pages_around_others_go_the_whole_way():
+    paged = pages()
+    for _ in range(2):
+        want = attention_paged(*paged)
+    for i in range(4):
+        given = [x if n != i else torch._to_functional_tensor(x) for n, x in enumerate(paged)]
+        torch.testing.assert_close(attention_paged(*given), want)
+
+
 def test_gradients_are_not_lost():
     q, k, v = keys()
     attention(q, k, v)
@@ -463,15 +508,72 @@ def test_nothing_keeps_a_callers_tensor():
     assert not any(r() is not None for r in refs)
 
 
-def test_what_is_known_has_an_end(monkeypatch):
+@pytest.mark.parametrize("seen", (False, True))
+def test_what_is_known_has_an_end(monkeypatch, seen):
+    """On a GPU a call has two entries."""
+    learn = repeats.learn
+
+    def learn_two(*call):
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "is_cuda", True)
+            learn(*call)
+
+    if seen:
+        monkeypatch.setattr(repeats, "learn", learn_two)
     monkeypatch.setattr(repeats, "_KEPT", 3)
+    sizes = []
     for batch in range(1, 9):
-        attention(*keys(batch=batch))
-        assert 1 <= len(repeats._known) <= 3
+        attention(*keys(batch=batch, dtype=torch.bfloat16))
+        sizes.append(len(repeats._known))
+    assert min(sizes) >= 1 and max(sizes) <= 3, sizes
+
+
+def test_threads_forget_and_learn_at_once(monkeypatch):
+    """None of them sees what is known change under its hands."""
+    monkeypatch.setattr(repeats, "_KEPT", 12)
+    row = SimpleNamespace(module="polyflash.spec")  # has no shorter way
+    launch, bound = SimpleNamespace(row=row, tally=None), Bound(*keys(seqlen=3), None, Arguments())
+    sized = Launch(SimpleNamespace(leaves_sizes=None, by_sizes=None), None, "", None, None, by_sizes={})
+    monkeypatch.setattr(plan, "_KEPT_SIZES", 8)
+    before = sys.getswitchinterval()
+
+    def work(thread):
+        for n in range(8000):
+            repeats.learn(((thread, n),), launch, bound, None)
+            sized.of_sizes(thread, n, n)
+
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(6) as pool:
+            list(pool.map(work, range(6)))
+    finally:
+        sys.setswitchinterval(before)
+
+
+def test_empty_calls_are_not_counted_when_they_come_again():
+    q, k, v = keys(seqlen=9)
+    paged = pages()
+    attention(q, k, v)
+    attention_paged(*paged)
+    nothing = torch.zeros(2, dtype=torch.int32)
+    with polyflash.watch(quiet=True) as watched:
+        for _ in range(3):
+            assert attention(q[:0], k[:0], v[:0]).shape == (0, *q.shape[1:])
+            assert not attention_paged(paged[0], *(x[:0] for x in paged[1:3]), paged[3], nothing).any()
+    assert not watched.counters()["calls"]
+
+
+def test_lengths_of_64_bits_are_not_read_beyond_their_storage():
+    *paged, lens = pages()
+    for _ in range(3):
+        attention_paged(*paged, lens.long())
+        short = lens.long()
+        short.untyped_storage().resize_(8)
+        with pytest.raises(SpecError, match="kv_lens: got a storage of 8 bytes"):
+            attention_paged(*paged, short)
 
 
 def test_python_threads_share_what_is_known():
-    from concurrent.futures import ThreadPoolExecutor
 
     def own(seed):
         q, k, v = keys(seqlen=2000, seed=seed)

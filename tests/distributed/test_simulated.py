@@ -340,6 +340,42 @@ def test_early_chunks_of_packed_members_are_sent_alone():
 
 
 @pytest.mark.parametrize("method", ["ring", "all_gather"])
+@pytest.mark.parametrize("name", ["kv_lens", "kv_starts"])
+def test_one_packed_member_after_a_dense_call_of_its_length(method: str, name: str):
+    """Their shards are cut alike, and what a device needs of a block is not."""
+    q, k, v = (x[:1] for x in whole_of(64)[:3])
+    cu, how = torch.tensor([0, 64], dtype=torch.int32), {name: torch.tensor([30], dtype=torch.int32)}
+
+    def body(group: Any) -> list[Tensor]:
+        own = [parallel.split(x, group=group, dim=2) for x in (q, k, v)]
+        dense = parallel.attention(*own, group=group, method=method, **how)
+        own = [parallel.split(x[0].transpose(0, 1), group=group, dim=0, cu_seqlens=cu) for x in (q, k, v)]
+        packed = parallel.attention_varlen(*own, cu, cu, group=group, method=method, **how)
+        packed = parallel.restore(packed, group=group, dim=0, cu_seqlens=cu)
+        return [parallel.restore(dense, group=group, dim=2), packed.transpose(0, 1)[None]]
+
+    for _ in range(2):
+        for got in simulate(3, body)[0][0]:
+            torch.testing.assert_close(got, polyflash.attention(q, k, v, **how), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("method", ["ring", "all_gather"])
+@pytest.mark.parametrize("name", ["mask", "alibi_slopes"])
+def test_gradients_are_refused_beside_an_operand_that_was_changed(method: str, name: str):
+    q, k, v = whole_of(16)[:3]
+
+    def body(group: Any) -> None:
+        operand = {"mask": torch.ones(16, 16, dtype=torch.bool), "alibi_slopes": torch.ones(q.shape[1])}[name]
+        own = [parallel.split(x, group=group, dim=2).requires_grad_() for x in (q, k, v)]
+        out = parallel.attention(*own, group=group, method=method, **{name: operand})
+        operand.zero_()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+
+    simulate(2, body)
+
+
+@pytest.mark.parametrize("method", ["ring", "all_gather"])
 def test_keys_of_a_backward_pass_come_beside_what_is_computed(method: str, monkeypatch: pytest.MonkeyPatch):
     """Its first exchange waits for a mark that was set when K and V were on their way in the forward pass,
     and is joined before it is read; no other does, and none where hooks make other K and V."""

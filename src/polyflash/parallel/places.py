@@ -22,7 +22,7 @@ from polyflash.parallel.schedule import Block, Runs, Shards, Sight
 
 FEW_RUNS = 4  # that are added one by one
 _KEPT = 1024
-_tables: dict[tuple[int, torch.device], tuple[Any, dict[Any, Any]]] = {}  # what is kept has one id
+_tables: dict[Any, tuple[Any, dict[Any, Any]]] = {}  # what is kept has one id
 
 
 def wire(x: Tensor, packed: bool) -> Tensor:
@@ -206,7 +206,7 @@ def _apart(block: Block) -> np.ndarray:
 
 
 def _table_of(of: Block | Runs, device: torch.device, packed: bool = True) -> dict[Any, Any]:
-    key = id(of), device
+    key = id(of), device, packed  # a call of one member may have the blocks of one without any
     if key not in _tables:
         if len(_tables) >= _KEPT:
             _tables.clear()

@@ -185,17 +185,19 @@ class Attention(torch.autograd.Function):
         mark = call.team.new_mark(k) if saved_hooks(False) is None else None
         kept: list[Tensor] = []
         out, lse = forward(call, q, k, v, agreed, mark, kept)
-        ctx.save_for_backward(q, *(kept or (k, v)), out, lse, bias, sinks)
-        ctx.set_materialize_grads(False)
         if not (bias is sinks is None):
             call = replace(call, args=call.args._replace(bias=None, sinks=None))
+        others = (x for x in call.args if isinstance(x, Tensor) and not x.is_inference())
+        # autograd refuses gradients of others that were changed
+        ctx.save_for_backward(q, *(kept or (k, v)), out, lse, bias, sinks, *others)
+        ctx.set_materialize_grads(False)
         ctx.how = call, number, mark
         return out, lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, bias, sinks = ctx.saved_tensors
+        q, k, v, out, lse, bias, sinks, *_ = ctx.saved_tensors
         (call, number, mark), needs = ctx.how, ctx.needs_input_grad[:5]
         agreed: Agreed = nothing
         if number:

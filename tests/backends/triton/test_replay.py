@@ -261,6 +261,23 @@ def test_calls_that_the_kernel_was_not_compiled_for_take_the_whole_way(driver, m
     assert repeat(*tensors()) is None, "another device is current"
 
 
+def test_calls_at_odd_addresses_are_not_what_is_recorded(driver):
+    """They take the whole way, and those after them are recorded and replayed all the same."""
+    driver.kinds = NO_LENS_KINDS
+    repeat = replay.Repeat(launch_of(NO_LENS), Arguments(need_lse=True))
+    for offset in (1, 2, 0):
+        assert repeat(*tensors(offset)) is not None and repeat.recorded is (offset == 0)
+    assert driver.seen == [] and repeat(*tensors(1)) is None
+    assert repeat(*tensors()) is not None and len(driver.seen) == 1
+
+
+def test_gradients_at_odd_addresses_are_not_what_is_recorded(gradients):
+    for offset, whole in ((0, 1), (1, 2), (2, 3), (0, 4), (0, 4), (1, 5), (0, 5)):
+        gradients(*tensors(offset)[:2], 0.5)
+        assert gradients.whole == whole
+    assert len(gradients.driver.seen) == 2
+
+
 def test_tensor_maps_are_those_of_the_calls_addresses(driver, monkeypatch):
     from triton.tools.tensor_descriptor import TensorDescriptor
 

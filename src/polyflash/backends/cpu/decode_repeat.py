@@ -86,6 +86,8 @@ class OfKeys(Repeat):
             block[word], block[word + 1], block[word + 2], block[word + 3] = x.data_ptr(), *steps
         out, lse = self.outputs(q, block)
         block[DECODE.k], block[DECODE.v] = k.data_ptr(), v.data_ptr()
+        if not (block[DECODE.q] and block[DECODE.k] and block[DECODE.v]):  # of a tensor around another one
+            return None
         block[DECODE.seqlen_k] = seqlen_k
         block[DECODE.k_batch], block[DECODE.k_head] = k_batch * size, k_head * size
         block[DECODE.v_batch], block[DECODE.v_head] = v_batch * size, v_head * size
@@ -123,7 +125,8 @@ class OfPages(Repeat):
         row, entry = near(table).stride()
         block[DECODE.page_table_batch], block[DECODE.page_table_entry] = 4 * row, 4 * entry
         block[DECODE.kv_lens_stride] = 4
-        if not _names_pages()(block.buffer_info()[0], len(q)):
+        at = q.data_ptr(), block[DECODE.k], block[DECODE.v], block[DECODE.page_table]  # 0: as above
+        if not (all(at) and _names_pages()(block.buffer_info()[0], len(q))):
             return None
         out, lse = self.outputs(q, block)
         most_keys = block[DECODE.num_pages] * block[DECODE.page_size]
@@ -181,7 +184,7 @@ def build(key: TableKey) -> Any:
 
 def made(prepared: decode.Prepared, q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> Repeat | None:
     """For calls like this one; q, k, v are (batch, heads, seqlen, head_dim), pools with pages for batch."""
-    if not q.is_contiguous():
+    if not (q.is_contiguous() and q.numel() and v.numel()):
         return None
     kept: list[Any] = []
     q, k, v, args = map(near, (q, k, v, args))

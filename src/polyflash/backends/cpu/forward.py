@@ -194,7 +194,7 @@ class Repeat:
         self.launch, self.args, self.need_lse = launch, args, args.need_lse
         self.job: _Job | None = None
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
         out, lse = outputs(q, v.shape[3], self.need_lse)
         job = self.job
         if job is None or job.threads != arguments.threads_for(job.work_us):
@@ -203,6 +203,8 @@ class Repeat:
         words = job.words[:]
         words[FORWARD.q], words[FORWARD.k], words[FORWARD.v] = q.data_ptr(), k.data_ptr(), v.data_ptr()
         words[FORWARD.out] = out.data_ptr()
+        if not (words[FORWARD.q] and words[FORWARD.k] and words[FORWARD.v]):  # of a tensor around another one
+            return None
         if self.need_lse:
             words[FORWARD.lse] = lse.data_ptr()
         job.run(words)

@@ -345,15 +345,14 @@ class Repeat:
         launches = _launches(log, (*tensors[:TABLE], *(others or (None, None)), out, rows), {})
         if launches is not None:
             self.replay = Replay(launches, out, rows)
-        self.recorded = True
+        self.recorded = _aligned(tensors)
         return out, lse
 
 
 def _launches(log: runtime.Log, tensors: tuple[Any, ...], sources: dict[int, int]) -> Launches | None:
     """Launches in `log` of a call with these operands and results; None if another call cannot take them
     over. `sources`: places of tensors, by identity or address; none is another's."""
-    aligned = all(x is None or x.data_ptr() & _ALIGNED == 0 for x in tensors)
-    if torch.version.hip or not (log.started and log.complete and aligned):
+    if torch.version.hip or not (log.started and log.complete and _aligned(tensors)):
         return None
     sources[id(log.words)] = len(tensors)
     for i, x in enumerate(log.scratch, len(tensors) + 1):
@@ -362,6 +361,11 @@ def _launches(log: runtime.Log, tensors: tuple[Any, ...], sources: dict[int, int
         return Launches(log, sources, (*tensors, log.words, *log.scratch))
     except NotReplayable:
         return None
+
+
+def _aligned(tensors: Sequence[Any]) -> bool:
+    """Can what is recorded of these tensors, or None, be replayed for others?"""
+    return all(x is None or x.data_ptr() & _ALIGNED == 0 for x in tensors)
 
 
 def _is_current(device: torch.device) -> bool:
@@ -459,5 +463,6 @@ class Calls:
         tensors = (*given, *made)
         sources = {id(x): i for i, x in enumerate(tensors) if x is not None}
         launches = _launches(log, tensors, sources)
-        self.known[key] = None if launches is None else Found(launches, made)
+        if _aligned(tensors):  # else a later call is recorded
+            self.known[key] = None if launches is None else Found(launches, made)
         return made
