@@ -74,9 +74,9 @@ CLAIM, DONE, BUSY = 0, 128, 256
 KERNEL, ARGUMENTS, ITEMS, THREADS, SCRATCH, STRIDE, FLOAT_MODE = range(264, 320, 8)
 
 # A worker: role and control as in a caller's words, its number, what it parks on (room for any libc's).
-FIRST_WORKER, WORKER_BYTES = 8192, 512
-NUMBER, ASLEEP, THREAD, MUTEX, CONDITION, CPUS = 16, 24, 32, 128, 256, 384
-CPU_BYTES = 128  # a set of 1024 cores
+FIRST_WORKER, WORKER_BYTES = 8192, 640
+NUMBER, ASLEEP, THREAD, MUTEX, CONDITION, CPUS, SENT = 16, 24, 32, 128, 256, 384, 512
+CPU_BYTES = 128  # a set of 1024 cores: those that a worker is to have, and those it was sent to
 MAX_WORKERS = 511
 
 PAGE = 4096

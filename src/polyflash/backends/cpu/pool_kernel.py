@@ -210,7 +210,14 @@ def send_elsewhere(control: int, worker: int) -> None:
         others |= peek(cpus + word)
     if others == 0:
         poke(own, allowed)
-    call3(peek(control + pool.SETAFFINITY), thread, pool.CPU_BYTES, cpus)
+    news = types.int64(0)
+    for word in range(0, pool.CPU_BYTES, 8):
+        news |= peek(cpus + word) ^ peek(worker + pool.SENT + word)
+    if news == 0:  # which spares the slowest of a wake-up's calls
+        return
+    if call3(peek(control + pool.SETAFFINITY), thread, pool.CPU_BYTES, cpus) == 0:
+        for word in range(0, pool.CPU_BYTES, 8):
+            poke(worker + pool.SENT + word, peek(cpus + word))
 
 
 @device
