@@ -130,9 +130,9 @@ def at_once(q: Tensor, k: Any, v: Any, options: Key) -> Tensor | None:
     if in_dynamo() or _compiler["_is_compiling_flag"]:
         return None
     for check, backend, run in _known.get(options, ()):
-        if check(q, k, v):
-            seen = profiler._is_profiler_enabled or forward_ad._current_level >= 0
-            return None if seen or backend != backend_in_use.get() else run(q, k, v)
+        if check(q, k, v) and backend == backend_in_use.get():
+            watched = profiler._is_profiler_enabled or forward_ad._current_level >= 0
+            return None if watched else run(q, k, v)
     return None
 
 
@@ -160,17 +160,24 @@ def call(key: Key | None, *tensors: Any, repeat: Repeat | None = None) -> Result
     results = repeat(*tensors)
     if results is not None:
         repeat.tally.count()
-        if key is not None and getattr(repeat, "same", False) and len(tensors) == 3:
+        if key is not None and getattr(repeat, "same", False):
             shorten(key, repeat, *tensors)
     return results
 
 
 def shorten(key: Key, repeat: Any, q: Tensor, k: Tensor, v: Tensor) -> None:
     """Calls of these very sizes and strides are made `at_once` from now on."""
-    run, check = repeat.once(q, k, v, repeat.tally), alike(q, k, v)
-    if run is not None and check is not None:
+    check = alike(q, k, v)
+    if check is not None:
         (_, backend, *_), options, *_ = key
-        _known[options] = ((check, backend, run), *_known.get(options, ())[: _KEPT_CHECKS - 1])
+        others = _known.pop(options, ())[: _KEPT_CHECKS - 1]
+        _make_room()
+        _known[options] = ((check, backend, repeat.once(q, k, v, repeat.tally)), *others)
+
+
+def _make_room() -> None:
+    if len(_known) >= _KEPT:
+        _known.pop(next(iter(_known)), None)
 
 
 def attend(key: Key | None, bound: Bound, lens: Tensor | None = None) -> Results:
@@ -194,8 +201,7 @@ def attend(key: Key | None, bound: Bound, lens: Tensor | None = None) -> Results
 def learn(key: Key, launch: Launch, bound: Bound, lens: Tensor | None) -> None:
     """Calls with this key are made as `bound` was; None is kept if its row has no shorter way for them."""
     q, k, v, _, args, _ = bound
-    if len(_known) >= _KEPT:
-        _known.pop(next(iter(_known)), None)
+    _make_room()
     maker = getattr(import_module(launch.row.module), "repeat", None)
     trained = key[0][-1] is True
     repeat = maker and maker(launch, q, k, v, args._replace(need_lse=True) if trained else args)

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 BYTES_PER_US = 16_000  # that one core reads: what the thread decision assumes
 KEPT_PARTIALS = 64 << 20  # bytes a thread keeps between its calls
-ITEMS_PER_THREAD = 8  # at least, before an item takes several kv heads; twice as many before it takes several splits
+ITEMS_PER_THREAD = 8  # at least, before an item takes several kv heads; for splits see `_splits_per_item`
 LONG_PAGE = 128  # tokens, from which on the heads of a page are walked one by one where each lies together
 MOST_SPLITS = 8  # of an item: what is read next is prefetched across their borders
 
@@ -290,7 +290,7 @@ def _side_by_side(args: Arguments, k: Tensor, v: Tensor) -> bool:
 
 def _splits_per_item(splits: int, threads: int) -> int:
     """Consecutive splits of a tile that an item walks, of `splits` in all: leaves items enough, changes no
-    bit."""
+    bit. Threads end half an item apart, so of few splits items are twice as many."""
     return max(1, min(MOST_SPLITS, splits // (2 * ITEMS_PER_THREAD * threads)))
 
 

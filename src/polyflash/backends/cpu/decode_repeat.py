@@ -62,8 +62,9 @@ class OfKeys(Repeat):
     def __init__(self, frame: decode.Frame, q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> None:
         super().__init__(frame, q, k, v, args)
         self.k_bytes, self.v_bytes = (span(x[:1, :1, :1]) for x in (k, v))  # of a key
-        self.sizes: Any = None  # of K and V in the last call
-        self.same = False  # and in the one before?
+        self.short = not (self.need_lse or args.codes) and pool.again() is not None
+        self.sizes: Any = None  # of K and V in the last call, and whether there is a shorter way for them
+        self.same = False
 
     def place(self, block: array[int], q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, decode.Walks]:
         """Writes all of a call but addresses into its block. Bytes from the first element of K and of V to
@@ -72,7 +73,7 @@ class OfKeys(Repeat):
         batch, _, rows, _ = q.shape
         _, heads, seqlen_k, _ = sizes = k.shape
         (k_batch, k_head, k_row, _), (v_batch, v_head, v_row, _) = strides = k.stride(), v.stride()
-        self.same, self.sizes = (sizes, strides) == self.sizes, (sizes, strides)
+        self.same, self.sizes = self.short and (sizes, strides) == self.sizes, (sizes, strides)
         if batch == 1:  # a stride that steps over nothing may be any number
             k_batch = v_batch = 0
         if heads == 1:
@@ -103,12 +104,9 @@ class OfKeys(Repeat):
         decode.start(self.frame, block, walks, batch * seqlen_k, [])
         return out, lse
 
-    def once(self, q: Tensor, k: Tensor, v: Tensor, tally: Tally) -> Callable[..., Tensor | None] | None:
-        """What runs calls of just these sizes and strides, if there is such a way: a storage is looked at,
-        an address written."""
+    def once(self, q: Tensor, k: Tensor, v: Tensor, tally: Tally) -> Callable[..., Tensor | None]:
+        """What runs calls of just these sizes and strides: all that is left are storages and addresses."""
         again, block = pool.again(), self.frame.words[:]
-        if again is None or self.need_lse or self.tables:
-            return None
         k_bytes, v_bytes, walks = self.place(block, q, k, v)
         frame, most_keys, q_bytes, size = self.frame, len(k) * k.shape[2], self.q_bytes, k.element_size()
         out, _ = self.outputs(q, block)
@@ -122,10 +120,11 @@ class OfKeys(Repeat):
             ):
                 return None
             tally.count()
-            jobs, out = caller.jobs, empty(*likeness)
-            job = jobs.pop(run, None) or decode.job(frame, block, walks, most_keys)
-            while again(job[0], q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()):
-                job = decode.job(frame, block, walks, most_keys)
+            jobs = caller.jobs
+            job = jobs.pop(run, None)  # ours until put back: a finalizer may make a call, too
+            out = empty(*likeness)
+            while job is None or again(job[0], q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()):
+                job, jobs = decode.job(frame, block, walks, most_keys), caller.jobs
             jobs[run] = job
             return out
 

@@ -81,6 +81,7 @@ MAX_WORKERS = 511
 
 PAGE = 4096
 KEPT_SCRATCH = 4 << 20  # bytes per participant that a calling thread keeps between calls
+_KEPT_JOBS = 8  # of a calling thread
 _MAX_ITEMS = 1 << 31
 _POSIX = os.name == "posix"  # elsewhere there are no pthreads, and callers work alone
 
@@ -281,8 +282,11 @@ def room(size: int) -> tuple[int, _Scratch]:
 def job(memory: _Scratch, wanted: int, num_zeros: int, zeros: int, *call: Any) -> Job:
     """Lays out in its `room` what `run(*call)` would run now, for `again()`, as long as torch wants so many
     threads. When it begins, `num_zeros` words from address `zeros` on are 0."""
-    _participate or _load()
+    if _participate is None:
+        _load()
     words, team, kept = _laid(*call)
+    while len(_caller.jobs) >= _KEPT_JOBS:
+        _caller.jobs.pop(next(iter(_caller.jobs)))
     ctypes.memmove(memory.address, _pack_team(*words, *team), _pack_team_bytes)
     more = array("q", (_torch_threads(), wanted, num_zeros, zeros, words[0], words[5]))
     ctypes.memmove(memory.address + AGAIN_ASK, more.tobytes(), 8 * len(more))
