@@ -120,12 +120,10 @@ class OfKeys(Repeat):
             ):
                 return None
             tally.count()
-            jobs = caller.jobs
-            job = jobs.pop(run, None)  # ours until put back: a finalizer may make a call, too
-            out = empty(*likeness)
+            job, out = caller.jobs.get(run), empty(*likeness)
+            # A finalizer may call, too, and be done before the addresses of this call are written.
             while job is None or again(job[0], q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()):
-                job, jobs = decode.job(frame, block, walks, most_keys), caller.jobs
-            jobs[run] = job
+                job = caller.jobs[run] = decode.job(frame, block, walks, most_keys)
             return out
 
         return run

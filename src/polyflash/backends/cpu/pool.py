@@ -214,7 +214,7 @@ class _Caller(threading.local):
     team: _Team | None = None
 
     def __init__(self) -> None:
-        self.jobs: dict[Any, Job] = {}  # that no call runs now, by what they are of
+        self.jobs: dict[Any, Job] = {}  # by what they are of
 
 
 caller = _caller = _Caller()
