@@ -129,7 +129,13 @@ def attention(
         and (backend is None or type(backend) is str)
     ):
         fixed = causal, return_lse, softcap, scale, backend
-        repeat = repeats.seen(q, k, v, fixed) if q.is_cuda and type(k) is Tensor else None
+        repeat = None
+        if q.is_cuda:
+            repeat = repeats.seen(q, k, v, fixed) if type(k) is Tensor else None
+        else:
+            found = repeats.at_once(q, k, v, fixed)
+            if found is not None:
+                return found if layout == "bhsd" else found.transpose(1, 2)
         tensors: tuple[Any, ...] = q, k, v
         if type(k) is type(v) is QuantizedTensor:
             key, tensors = repeats.of_codes(q, k, v, fixed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,15 @@ def empty_in_order_of(like: Tensor, head_dim: int, kind: torch.dtype | None = No
     order = sorted(range(3), key=lambda d: strides[d], reverse=True)
     dense = like.new_empty((*(like.shape[d] for d in order), head_dim), dtype=kind)
     return dense.permute(*(order.index(d) for d in range(3)), 3)
+
+
+def empty_of(device: torch.device) -> Callable[..., Tensor]:
+    """Makes an empty tensor of a shape, strides and a dtype on `device`, which is current, as compiled graphs
+    do: `torch.empty_strided` passes the dispatcher and takes twice as long."""
+    found = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}", None)
+    if found is not None:
+        return found  # type: ignore[no-any-return]
+    return lambda shape, strides, kind: torch.empty_strided(shape, strides, dtype=kind, device=device)
 
 
 NO_LSE = torch.empty(0, device="cpu")  # of any device's calls; whatever the default device is now

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 BYTES_PER_US = 16_000  # that one core reads: what the thread decision assumes
 KEPT_PARTIALS = 64 << 20  # bytes a thread keeps between its calls
-ITEMS_PER_THREAD = 8  # at least, before an item takes several kv heads or splits
+ITEMS_PER_THREAD = 8  # at least, before an item takes several kv heads; for splits see `_splits_per_item`
 LONG_PAGE = 128  # tokens, from which on the heads of a page are walked one by one where each lies together
 MOST_SPLITS = 8  # of an item: what is read next is prefetched across their borders
 
@@ -131,7 +131,7 @@ class Prepared:
 
 
 def _tile_words(config: DecodeConfig, chunks: int, panels: int, tiles: Scratch) -> bytes:
-    """Cut and Scratch; `start` fills in the heads of an item."""
+    """Cut and Scratch; `lay` fills in the heads of an item."""
     blocks = Cut(config.block_n, heads=0, chunks=chunks, row_panels=panels, row_blocks=0, others=0, zero=0)
     return array("q", (*blocks, *tiles[:-1])).tobytes()
 
@@ -182,7 +182,7 @@ def launched(
 
 
 class Frame(NamedTuple):
-    """The argument block of a call, and what decides how it is cut. The words that `start` fills are 0."""
+    """The argument block of a call, and what decides how it is cut. What `lay` and `start` fill is 0."""
 
     words: array[int]
     cut: _Cut
@@ -216,27 +216,60 @@ def framed(
     return Frame(block, cut, v.shape[1], apart, side_by_side, key_bytes)
 
 
-def start(frame: Frame, block: array[int], walks: Walks, most_keys: int, kept: list[Any]) -> None:
-    """Runs the kernel on `block`, whose other words are those of the call; `most_keys` are there to read."""
+class Laid(NamedTuple):
+    """How the items of a call are shared, and memory that it wants besides: for `tiles` partial results."""
+
+    items: int
+    threads: int
+    wake: bool
+    tiles: int
+    partial_bytes: int  # of each
+
+
+def lay(
+    frame: Frame, block: array[int], walks: Walks, most_keys: int, kept: list[Any], wanted: int = 0
+) -> Laid:
+    """Cuts a call into items and says so in its block; `most_keys` are there to read. `wanted`: torch's
+    threads, if they are known."""
     cut, num_kv_heads, splits = frame.cut, frame.num_kv_heads, walks.splits
     keys = min(splits * cut.split_keys, most_keys)  # at most
     read_us = keys * num_kv_heads * frame.key_bytes // BYTES_PER_US
-    threads = 1 if read_us < arguments.LEND_FROM_US else torch.get_num_threads()
+    threads = 1 if read_us < arguments.LEND_FROM_US else wanted or torch.get_num_threads()
     heads = 1 if frame.apart else _heads_per_item(num_kv_heads, splits, threads)
     tiles = -(-num_kv_heads // heads) * cut.chunks
     together = _splits_per_item(splits * tiles, threads) if cut.long_items else 1
     (block[DECODE.entries], block[DECODE.num_entries]), items = _table(walks, tiles, together, kept)
     block[DECODE.first_split], block[DECODE.num_splits] = walks.first, walks.length
-    memory = None
-    if walks.each is not None or walks.length > 1 or heads > 1:
-        memory, done, partials = _partials(splits * tiles, heads * cut.partial_bytes)
-        block[DECODE.done], block[DECODE.partials] = done, partials
     block[DECODE.heads], block[DECODE.splits_per_item] = heads, together
     block[DECODE.side_by_side] = frame.side_by_side and heads == MOST_HEADS
+    apart = walks.each is not None or walks.length > 1 or heads > 1
     wake = read_us >= arguments.WAKE_FROM_US
+    return Laid(items, threads, wake, splits * tiles if apart else 0, heads * cut.partial_bytes)
+
+
+def start(frame: Frame, block: array[int], walks: Walks, most_keys: int, kept: list[Any]) -> None:
+    """Runs the kernel on `block`, whose other words are those of the call; `most_keys` are there to read."""
+    memory, cut = None, frame.cut
+    items, threads, wake, tiles, size = lay(frame, block, walks, most_keys, kept)
+    if tiles:
+        memory, block[DECODE.done], block[DECODE.partials] = _partials(tiles, size)
     pool.run(cut.kernel, block.buffer_info()[0], items, threads, cut.scratch_bytes, wake)
     if memory is not None and memory.size <= KEPT_PARTIALS:
         _kept.partials = memory
+
+
+def job(frame: Frame, block: array[int], walks: Walks, most_keys: int) -> pool.Job:
+    """What `start` would run now, for calls at other addresses; no two requests of theirs differ."""
+    wanted, block = torch.get_num_threads(), block[:]
+    items, threads, wake, tiles, size = lay(frame, block, walks, most_keys, [], wanted)
+    counters = -(-8 * tiles // LINE) * LINE
+    at, memory = pool.room(8 * len(block) + LINE + counters + tiles * size)
+    done = -(-(at + 8 * len(block)) // LINE) * LINE
+    if tiles:
+        block[DECODE.done], block[DECODE.partials] = done, done + counters
+    ctypes.memmove(at, block.tobytes(), 8 * len(block))
+    call = frame.cut.kernel, at, items, threads, frame.cut.scratch_bytes, wake
+    return pool.job(memory, wanted, tiles // walks.length, done, *call)
 
 
 def _heads_per_item(num_kv_heads: int, splits: int, threads: int) -> int:
@@ -257,8 +290,8 @@ def _side_by_side(args: Arguments, k: Tensor, v: Tensor) -> bool:
 
 def _splits_per_item(splits: int, threads: int) -> int:
     """Consecutive splits of a tile that an item walks, of `splits` in all: leaves items enough, changes no
-    bit."""
-    return max(1, min(MOST_SPLITS, splits // (ITEMS_PER_THREAD * threads)))
+    bit. Threads end half an item apart, so of few splits items are twice as many."""
+    return max(1, min(MOST_SPLITS, splits // (2 * ITEMS_PER_THREAD * threads)))
 
 
 def walk(args: Arguments, rows: int, start: int, live: int, offset: int, split_keys: int) -> tuple[int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -11,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyflash.backends.cpu import decode, runtime
+from polyflash.backends.cpu import decode, pool, runtime
 from polyflash.backends.cpu.words import DECODE
+from polyflash.counting import Tally
 from polyflash.quant.scheme import Block, codes_of
-from polyflash.results import NO_LSE
+from polyflash.results import NO_LSE, empty_of
 from polyflash.spec import Arguments
 from polyflash.storages import holds, near, span, stored
 
@@ -60,22 +62,35 @@ class OfKeys(Repeat):
     def __init__(self, frame: decode.Frame, q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> None:
         super().__init__(frame, q, k, v, args)
         self.k_bytes, self.v_bytes = (span(x[:1, :1, :1]) for x in (k, v))  # of a key
+        self.short = not (self.need_lse or args.codes) and pool.again() is not None
+        self.sizes: Any = None  # of K and V in the last call, and whether there is a shorter way for them
+        self.same = False
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *tables: Tensor) -> tuple[Tensor, Tensor] | None:
-        frame, size = self.frame, k.element_size()
-        block = frame.words[:]
+    def place(self, block: array[int], q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, decode.Walks]:
+        """Writes all of a call but addresses into its block. Bytes from the first element of K and of V to
+        the end, and the splits."""
+        size = k.element_size()
         batch, _, rows, _ = q.shape
-        _, heads, seqlen_k, _ = k.shape
-        (k_batch, k_head, k_row, _), (v_batch, v_head, v_row, _) = k.stride(), v.stride()
+        _, heads, seqlen_k, _ = sizes = k.shape
+        (k_batch, k_head, k_row, _), (v_batch, v_head, v_row, _) = strides = k.stride(), v.stride()
+        self.same, self.sizes = self.short and (sizes, strides) == self.sizes, (sizes, strides)
         if batch == 1:  # a stride that steps over nothing may be any number
             k_batch = v_batch = 0
         if heads == 1:
             k_head = v_head = 0
         k_reach = ((batch - 1) * k_batch + (heads - 1) * k_head + (seqlen_k - 1) * k_row) * size
         v_reach = ((batch - 1) * v_batch + (heads - 1) * v_head + (seqlen_k - 1) * v_row) * size
-        if not (
-            holds(q, self.q_bytes) and holds(k, k_reach + self.k_bytes) and holds(v, v_reach + self.v_bytes)
-        ):
+        block[DECODE.seqlen_k] = seqlen_k
+        block[DECODE.k_batch], block[DECODE.k_head] = k_batch * size, k_head * size
+        block[DECODE.v_batch], block[DECODE.v_head] = v_batch * size, v_head * size
+        first, count = decode.walk(self.args, rows, 0, seqlen_k, seqlen_k - rows, self.frame.cut.split_keys)
+        return k_reach + self.k_bytes, v_reach + self.v_bytes, decode.Walks(first, count, batch * count)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *tables: Tensor) -> tuple[Tensor, Tensor] | None:
+        block = self.frame.words[:]
+        batch, heads, seqlen_k, _ = k.shape
+        k_bytes, v_bytes, walks = self.place(block, q, k, v)
+        if not (holds(q, self.q_bytes) and holds(k, k_bytes) and holds(v, v_bytes)):
             return None
         for (word, shared, channels), x in zip(self.tables, tables, strict=True):
             if x.shape != (batch, heads, *shared.counts(seqlen_k, channels)) or not stored(x):
@@ -93,7 +108,32 @@ class OfKeys(Repeat):
         block[DECODE.v_batch], block[DECODE.v_head] = v_batch * size, v_head * size
         first, count = decode.walk(self.args, rows, 0, seqlen_k, seqlen_k - rows, frame.cut.split_keys)
         decode.start(frame, block, decode.Walks(first, count, batch * count), batch * seqlen_k, [])
+        decode.start(self.frame, block, walks, batch * seqlen_k, [])
         return out, lse
+
+    def once(self, q: Tensor, k: Tensor, v: Tensor, tally: Tally) -> Callable[..., Tensor | None]:
+        """What runs calls of just these sizes and strides: all that is left are storages and addresses."""
+        again, block = pool.again(), self.frame.words[:]
+        k_bytes, v_bytes, walks = self.place(block, q, k, v)
+        frame, most_keys, q_bytes, size = self.frame, len(k) * k.shape[2], self.q_bytes, k.element_size()
+        out, _ = self.outputs(q, block)
+        empty, likeness, caller = empty_of(q.device), (tuple(out.shape), out.stride(), out.dtype), pool.caller
+
+        def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
+            if (
+                q.storage_offset() * size + q_bytes > q.untyped_storage().nbytes()
+                or k.storage_offset() * size + k_bytes > k.untyped_storage().nbytes()
+                or v.storage_offset() * size + v_bytes > v.untyped_storage().nbytes()
+            ):
+                return None
+            tally.count()
+            job, out = caller.jobs.get(run), empty(*likeness)
+            # A finalizer may call, too, and be done before the addresses of this call are written.
+            while job is None or again(job[0], q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()):
+                job = caller.jobs[run] = decode.job(frame, block, walks, most_keys)
+            return out
+
+        return run
 
 
 class OfPages(Repeat):

@@ -13,6 +13,7 @@ once, and only then is the team's join harmless. `_Team` knows the team's thread
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -21,7 +22,9 @@ import struct
 import sys
 import threading
 import time
+from array import array
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from polyflash.backends.cpu import cores, runtime
@@ -40,6 +43,11 @@ TEAM_PARALLEL, TEAM_ENTRY, TEAM_WORD, TEAM_CLOCKS, TEAM_NUM_CLOCKS, TEAM_SIZE, T
 )
 TEAM_NEXT, TEAM_NUMBERS, TEAM_THREADS = 128, 192, 256
 MAX_TEAM = 256
+
+# And what a job that runs again adds: what tells how many threads torch wants, the answer that it was made
+# for, how many words are to be 0 and where, role and threads, which a team overwrites; its arguments.
+AGAIN_ASK, AGAIN_WANTED, AGAIN_NUM_ZEROS, AGAIN_ZEROS, AGAIN_ROLE, AGAIN_THREADS = range(256, 304, 8)
+AGAIN_ARGUMENTS = 320
 WATCHED_CLOCKS = 4  # of a larger team these stand for all
 
 # The control memory: two words that change, on cache line pairs of their own, then constants, slots, workers.
@@ -66,13 +74,14 @@ CLAIM, DONE, BUSY = 0, 128, 256
 KERNEL, ARGUMENTS, ITEMS, THREADS, SCRATCH, STRIDE, FLOAT_MODE = range(264, 320, 8)
 
 # A worker: role and control as in a caller's words, its number, what it parks on (room for any libc's).
-FIRST_WORKER, WORKER_BYTES = 8192, 512
-NUMBER, ASLEEP, THREAD, MUTEX, CONDITION, CPUS = 16, 24, 32, 128, 256, 384
-CPU_BYTES = 128  # a set of 1024 cores
+FIRST_WORKER, WORKER_BYTES = 8192, 640
+NUMBER, ASLEEP, THREAD, MUTEX, CONDITION, CPUS, SENT = 16, 24, 32, 128, 256, 384, 512
+CPU_BYTES = 128  # a set of 1024 cores: those that a worker is to have, and those it was sent to
 MAX_WORKERS = 511
 
 PAGE = 4096
 KEPT_SCRATCH = 4 << 20  # bytes per participant that a calling thread keeps between calls
+_KEPT_JOBS = 8  # of a calling thread
 _MAX_ITEMS = 1 << 31
 _POSIX = os.name == "posix"  # elsewhere there are no pthreads, and callers work alone
 
@@ -86,6 +95,14 @@ class PoolKey:
     """Names the pool's own compiled object in the kernel cache."""
 
     name: str = "pool"
+    builder: str = "polyflash.backends.cpu.pool_kernel"
+
+
+@dataclass(frozen=True, slots=True)
+class AgainKey:
+    """Names what runs a job again."""
+
+    name: str = "again"
     builder: str = "polyflash.backends.cpu.pool_kernel"
 
 
@@ -189,12 +206,18 @@ class _Team:
 _THREAD_CPU_CLOCK = 6  # Linux: clock id of thread t is (~t << 3) | 6
 
 
+Job = tuple[int, Any]  # its address, and what lives as long
+
+
 class _Caller(threading.local):
     scratch: _Scratch | None = None
     team: _Team | None = None
 
+    def __init__(self) -> None:
+        self.jobs: dict[Any, Job] = {}  # by what they are of
 
-_caller = _Caller()
+
+caller = _caller = _Caller()
 _lock = runtime.lock_across_forks()
 _workers: _Workers | None = None
 _participate: Any = None
@@ -216,29 +239,75 @@ def run(
     throughout; any number of Python threads may call at once.
     """
     participate = _participate or _load()
+    words, team, (scratch, _) = _laid(kernel, arguments, num_items, num_threads, scratch_bytes, wake)
+    if words[0] != ROLE_TEAM:
+        participate(_pack(*words))
+        return
+    block = scratch.address + words[5] * words[7]
+    ctypes.memmove(block, _pack_team(*words, *team), _pack_team_bytes)
+    _participate_at(block)
+
+
+def _laid(
+    kernel: int, arguments: int, num_items: int, num_threads: int, scratch_bytes: int, wake: bool
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[_Scratch, _Team | None]]:
+    """The words of a caller, those that a team adds, and what they lead to."""
     threads = min(num_threads, num_items, _most)
     team = None
     if threads > 1:
         team = _caller.team
         if team is None or team.size != num_threads:
             team = _caller.team = _Team(num_threads, _participate_at)
+            _caller.jobs = {}  # of the team before
     if team is None or (team.num_clocks == 0 and not wake) or num_items >= _MAX_ITEMS or not _POSIX:
         scratch = _scratch(scratch_bytes, 1)
-        participate(_pack(ROLE_SERIAL, 0, kernel, arguments, num_items, 1, scratch.address, 0))
-        return
+        words = ROLE_SERIAL, 0, kernel, arguments, num_items, 1, scratch.address, 0
+        return words, (0, _entry, 0, 0, 0, 0), (scratch, None)
     workers = _workers
     if workers is None or workers.count < min(threads - 1, workers.limit):
         workers = _grow(threads - 1)
     stride = (scratch_bytes + PAGE - 1) & -PAGE
     scratch = _scratch(stride, threads)
-    words = workers.control, kernel, arguments, num_items, threads, scratch.address, stride
-    if team.num_clocks == 0:
-        participate(_pack(ROLE_CALLER, *words))
-        return
-    block = scratch.address + stride * threads
-    more = team.parallel, _entry, wake, team.clocks, team.num_clocks, team.size
-    ctypes.memmove(block, _pack_team(ROLE_TEAM, *words, *more), _pack_team_bytes)
-    _participate_at(block)
+    role = ROLE_TEAM if team.num_clocks else ROLE_CALLER
+    words = role, workers.control, kernel, arguments, num_items, threads, scratch.address, stride
+    return words, (team.parallel, _entry, wake, team.clocks, team.num_clocks, team.size), (scratch, team)
+
+
+def room(size: int) -> tuple[int, _Scratch]:
+    """Memory for a job with so many bytes of arguments, and where they go."""
+    memory = _Scratch(AGAIN_ARGUMENTS + size)
+    return memory.address + AGAIN_ARGUMENTS, memory
+
+
+def job(memory: _Scratch, wanted: int, num_zeros: int, zeros: int, *call: Any) -> Job:
+    """Lays out in its `room` what `run(*call)` would run now, for `again()`, as long as torch wants so many
+    threads. When it begins, `num_zeros` words from address `zeros` on are 0."""
+    if _participate is None:
+        _load()
+    words, team, kept = _laid(*call)
+    while len(_caller.jobs) >= _KEPT_JOBS:
+        _caller.jobs.pop(next(iter(_caller.jobs)))
+    ctypes.memmove(memory.address, _pack_team(*words, *team), _pack_team_bytes)
+    more = array("q", (_torch_threads(), wanted, num_zeros, zeros, words[0], words[5]))
+    ctypes.memmove(memory.address + AGAIN_ASK, more.tobytes(), 8 * len(more))
+    return memory.address, (memory, kept)
+
+
+@lru_cache(maxsize=1)
+def again() -> Any:
+    """(job, four addresses, which become the first words of its arguments) -> 0, or 1 if it has not run, as
+    torch wants another number of threads by now. None where that cannot be asked."""
+    if not (_POSIX and _torch_threads()):
+        return None
+    return ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_void_p] * 5)(runtime.load(AgainKey()))
+
+
+@lru_cache(maxsize=1)
+def _torch_threads() -> int:
+    """The address of at::get_num_threads, or 0."""
+    with contextlib.suppress(OSError, AttributeError):
+        return ctypes.cast(_torch_library()._ZN2at15get_num_threadsEv, ctypes.c_void_p).value or 0
+    return 0
 
 
 def num_workers() -> int:
@@ -308,7 +377,7 @@ def _before_fork() -> None:
     """A child has none of libgomp's threads, and libgomp does not know: the first parallel operator of torch
     would wait for them for ever. The team of this thread, which a roll call may have started, ends here; the
     next call starts another."""
-    team, _caller.team = _caller.team, None
+    team, _caller.team, _caller.jobs = _caller.team, None, {}
     if team is not None and team.parallel:
         _torch_library().omp_pause_resource_all(_PAUSE_SOFT)
 

@@ -210,7 +210,14 @@ def send_elsewhere(control: int, worker: int) -> None:
         others |= peek(cpus + word)
     if others == 0:
         poke(own, allowed)
-    call3(peek(control + pool.SETAFFINITY), thread, pool.CPU_BYTES, cpus)
+    news = types.int64(0)
+    for word in range(0, pool.CPU_BYTES, 8):
+        news |= peek(cpus + word) ^ peek(worker + pool.SENT + word)
+    if news == 0:  # which spares the slowest of a wake-up's calls
+        return
+    if call3(peek(control + pool.SETAFFINITY), thread, pool.CPU_BYTES, cpus) == 0:
+        for word in range(0, pool.CPU_BYTES, 8):
+            poke(worker + pool.SENT + word, peek(cpus + word))
 
 
 @device
@@ -448,6 +455,25 @@ def participate(block: int) -> int:
     return 0
 
 
-def build(_key: pool.PoolKey) -> Any:
-    """The compiled `int64 participate(int64)`, also fit to be a thread's entry."""
+def again(job: int, q: int, k: int, v: int, out: int) -> int:
+    """A job of pool.py's, at four addresses; 1 if torch wants another number of threads than it has."""
+    if call0(peek(job + pool.AGAIN_ASK)) != peek(job + pool.AGAIN_WANTED):
+        return 1
+    args, zeros = peek(job + pool.CALLER_ARGUMENTS), peek(job + pool.AGAIN_ZEROS)
+    poke(args, q)
+    poke(args + 8, k)
+    poke(args + 16, v)
+    poke(args + 24, out)
+    for i in range(peek(job + pool.AGAIN_NUM_ZEROS)):
+        poke(zeros + 8 * i, 0)
+    poke(job + pool.ROLE, peek(job + pool.AGAIN_ROLE))
+    poke(job + pool.CALLER_THREADS, peek(job + pool.AGAIN_THREADS))
+    call1(peek(job + pool.TEAM_ENTRY), job)
+    return 0
+
+
+def build(key: Any) -> Any:
+    """The compiled `int64 participate(int64)`, also fit to be a thread's entry, or `again`."""
+    if isinstance(key, pool.AgainKey):
+        return cfunc(types.int64(*[types.int64] * 5), forceinline=True)(again)
     return cfunc(types.int64(types.int64), forceinline=True)(participate)

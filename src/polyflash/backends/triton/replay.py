@@ -23,7 +23,7 @@ import triton
 
 from polyflash.backends.triton import runtime
 from polyflash.likeness import alike, unwatched
-from polyflash.results import NO_LSE, outputs
+from polyflash.results import NO_LSE, empty_of, outputs
 from polyflash.storages import hold, span
 
 if TYPE_CHECKING:
@@ -274,7 +274,7 @@ class Replay:
     def __init__(self, launches: Launches, out: Tensor, lse: Tensor | None) -> None:
         """The results of a call, `lse` if it is wanted."""
         self.launches, self.start = launches, launches.start
-        self.empty = _empty_of(out.device)
+        self.empty = empty_of(out.device)
         self.place, self.rows = _kind_of(out), None if lse is None else _kind_of(lse)
 
     def __call__(self, tensors: tuple[Tensor, ...], device: torch.device) -> Any:
@@ -292,15 +292,6 @@ class Replay:
 
 def _kind_of(x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
     return tuple(x.shape), x.stride(), x.dtype
-
-
-def _empty_of(device: torch.device) -> Callable[..., Tensor]:
-    """Makes an empty tensor of a shape, strides and a dtype on `device`, which is current, as compiled graphs
-    do: `torch.empty_strided` passes the dispatcher and takes twice as long."""
-    found = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}", None)
-    if found is not None:
-        return found  # type: ignore[no-any-return]
-    return lambda shape, strides, kind: torch.empty_strided(shape, strides, dtype=kind, device=device)
 
 
 class Repeat:
@@ -377,7 +368,7 @@ class Found:
 
     def __init__(self, launches: Launches, made: tuple[Tensor | None, ...]) -> None:
         self.launches = launches
-        self.places = tuple(x if x is None else (_empty_of(x.device), *_kind_of(x)) for x in made)
+        self.places = tuple(x if x is None else (empty_of(x.device), *_kind_of(x)) for x in made)
 
     def __call__(self, given: tuple[Tensor | None, ...], device: torch.device) -> Any:
         """Starts them; what the call makes, or None where the driver starts no kernel."""

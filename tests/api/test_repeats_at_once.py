@@ -1,0 +1,212 @@
+"""Calls whose every size and stride was that of others just before: one check, one native call."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+
+import pytest
+import torch
+
+from polyflash import attention, counters, repeats, use_backend, watch
+from tests.api.test_repeats import MOMENTS, keys
+from tests.device import DEVICE
+from tests.tolerance import same_bits
+
+pytest.importorskip("numba")
+pool = pytest.importorskip("polyflash.backends.cpu.pool")
+if DEVICE.type != "cpu" or pool.again() is None:
+    pytest.skip("calls on a CPU whose torch tells its number of threads", allow_module_level=True)
+
+
+@pytest.fixture(autouse=True)
+def nothing_known():
+    repeats._known.clear()
+    yield
+    repeats._known.clear()
+
+
+@pytest.fixture
+def keyed(monkeypatch):
+    """Calls that asked for a key, so were not made at once."""
+    asked, key_of = [], repeats.key_of
+    monkeypatch.setattr(repeats, "key_of", lambda *x: asked.append(x) or key_of(*x))
+    return asked
+
+
+def known(*tensors, **options):
+    """What is known at once from now on, and its result."""
+    for _ in range(4):
+        want = attention(*tensors, **options)
+    return want
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
+@pytest.mark.parametrize("seqlen", (9, 300, 5000))
+@pytest.mark.parametrize("options", ({}, {"backend": "cpu", "scale": -0.3}, {"causal": True, "softcap": 3.0}))
+def test_they_give_the_same(keyed, dtype, seqlen, options):
+    rows = 1 if seqlen < 300 else 3
+    given = keys(seqlen, rows=rows, dtype=dtype)
+    known(*given, **options)
+    for seed in (1, 2):
+        given = keys(seqlen, rows=rows, dtype=dtype, seed=seed)
+        keyed.clear()
+        got = attention(*given, **options)
+        assert not keyed
+        repeats._known.clear()
+        want = attention(*given, **options)
+        assert got.stride() == want.stride() and got.dtype is want.dtype
+        same_bits(got, want)
+        known(*given, **options)
+    rows_first = [x.transpose(1, 2).contiguous() for x in given]
+    same_bits(known(*rows_first, **options, layout="bshd"), want.transpose(1, 2))
+
+
+def test_other_strides_and_lengths_are_others(keyed):
+    q, k, v = keys(2000)
+    want = known(q, k, v)
+    for x, y in (
+        (k[:, :, :1999], v[:, :, :1999]),
+        (k, v.mT.contiguous().mT),
+        (k, k),
+        (torch.cat((k, k), 2),) * 2,
+    ):
+        keyed.clear()
+        attention(q, x, y)
+        assert keyed
+    wide = torch.cat((k, k), 1)[:, :2]
+    same_bits(known(q, wide, v), want)
+    keyed.clear()
+    same_bits(attention(q, k, v), want)
+    same_bits(attention(q, wide, v), want)
+    assert not keyed
+
+
+SEEN_NO_MORE = sorted(set(MOMENTS) - {"no_grad", "saved tensors' hooks"})
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_whatever_a_key_tells_is_told(moment):
+    given, options = keys(), (False, False, 0.0, None, None)
+    want = known(*given)
+
+    def found():
+        got = repeats.at_once(*given, options)
+        return got is not None and torch.equal(got, want)
+
+    assert found()
+    assert MOMENTS[moment](found) is (moment not in SEEN_NO_MORE)
+    assert found()
+
+
+def test_gradients_are_not_lost():
+    q, k, v = keys()
+    known(q, k, v)
+    for i in range(3):
+        given = [x.clone().requires_grad_(n == i) for n, x in enumerate((q, k, v))]
+        attention(*given).sum().backward()
+        assert given[i].grad.abs().sum() > 0
+        with torch.no_grad():
+            assert not attention(*given).requires_grad
+        for odd in (torch.nn.Parameter(given[i].detach()), torch._neg_view(given[i].detach())):
+            same = [odd if n == i else x.detach() for n, x in enumerate(given)]
+            assert repeats.at_once(*same, (False, False, 0.0, None, None)) is None
+
+
+def test_a_backend_in_use_is_obeyed(keyed):
+    given = keys()
+    want = known(*given)
+    with use_backend("cpu"):
+        same_bits(known(*given), want)
+        keyed.clear()
+        attention(*given)
+    attention(*given)
+    assert not keyed
+    with use_backend("torch"):
+        attention(*given)
+    assert keyed
+    assert len(repeats._known[False, False, 0.0, None, None]) == 2
+
+
+def test_each_is_counted_once():
+    given = keys()
+    known(*given)
+    counters(reset=True)
+    with watch() as seen:
+        for _ in range(3):
+            attention(*given)
+    assert counters()["calls"] == seen.counters()["calls"] == {"cpu/decode": 3}
+
+
+@pytest.mark.parametrize("seqlen", (9, 4000))
+def test_torchs_number_of_threads_is_followed(keyed, monkeypatch, seqlen):
+    given, made = keys(seqlen), []
+    want, job = known(*given), pool.job
+    monkeypatch.setattr(pool, "job", lambda *x: made.append(x[1]) or job(*x))
+    before = torch.get_num_threads()
+    keyed.clear()
+    try:
+        for threads in (1, 1, 3, 3, 2):
+            torch.set_num_threads(threads)
+            same_bits(attention(*given), want)
+    finally:
+        torch.set_num_threads(before)
+    assert made == [1, 3, 2][before == 1 :] and not keyed
+
+
+def test_a_call_within_a_call_has_memory_of_its_own(monkeypatch):
+    from polyflash.backends.cpu import decode_repeat
+
+    q, k, v = keys(6000)
+    empty_of, within = decode_repeat.empty_of, []
+
+    def makes(device):
+        empty = empty_of(device)
+
+        def interrupted(*x):
+            if within:
+                within.append(attention(within.pop(), k, v))
+            return empty(*x)
+
+        return interrupted
+
+    monkeypatch.setattr(decode_repeat, "empty_of", makes)
+    want, other = known(q, k, v), attention(q * 2, k, v)
+    for _ in range(3):
+        within[:] = [q * 2]
+        got = attention(q, k, v)
+        same_bits(got, want)
+        same_bits(within.pop(), other)
+
+
+def test_what_threads_keep_has_an_end():
+    cache = keys(2000)
+    for seqlen in range(1900, 1950):
+        known(cache[0], cache[1][:, :, :seqlen], cache[2][:, :, :seqlen])
+    assert 0 < len(pool.caller.jobs) <= pool._KEPT_JOBS and len(repeats._known) == 2
+    found = []
+    for _ in range(2):
+        thread = threading.Thread(target=lambda: found.append(len(pool.caller.jobs)))
+        thread.start()
+        thread.join()
+    assert found == [0, 0]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_a_forked_child_makes_its_own(keyed):
+    given = keys(5000)
+    want = known(*given)
+    child = os.fork()
+    if child == 0:
+        alike = False
+        with contextlib.suppress(BaseException):
+            kept = len(pool.caller.jobs)
+            alike = kept == 0 and all(torch.equal(attention(*given), want) for _ in range(3))
+        os._exit(0 if alike else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert not pool.caller.jobs
+    keyed.clear()
+    same_bits(attention(*given), want)
+    assert not keyed
