@@ -213,7 +213,7 @@ class DecodeTile(AddressLists, Turns):
         """Every lane of a row gets what `combine` makes of all of them; of `rows` rows, if it is not 0."""
         distance = self.lanes // 2
         while distance >= (rows or self.rows):
-            x = combine(x, e.shuffle(x, x, ((lane + distance) % self.lanes for lane in range(self.lanes))))
+            x = combine(x, e.shuffle(x, x, (lane ^ distance for lane in range(self.lanes))))
             distance //= 2
         return x
 

@@ -54,26 +54,28 @@ def _attend(key: DecodeKey, stage: Any, list_rows: Any) -> Any:
         channels, factor, cap = args.head_dim, args.score_factor, args.score_cap
         q, limits, ones = tile.q, tile.limits, tile.block + VECTOR
         k_step, v_step = word(args, K_BATCH + 2), word(args, V_BATCH + 2)
-        for i in range(first, end):
-            begin, last, odd = i * block_n, (i + 1) * block_n, i % 2
-            s, s_next = tile.s + odd * block_n * ROWS * 4, tile.s + (1 - odd) * block_n * ROWS * 4
-            block, block_next = tile.block + 2 * odd * VECTOR, tile.block + 2 * (1 - odd) * VECTOR
-            if i == first and ready != SCORED:
-                if ready != LISTED:
-                    list_rows(tile, k, K_BATCH, k_rows, begin, last)
-                list_rows(tile, v, V_BATCH, v_rows, begin, last)
-                stage.fill(block, 1, MINUS_INF)
-                stage.scores(k_rows, q, s, block, vectors, channels, limits, begin, factor, cap, v_rows, 1)
-            if i + 1 < ahead:
-                stage.fill(block_next, 1, MINUS_INF)
-                v_at, k_at = v + begin * v_step, k + last * k_step
-                values, keys = (v_at, v_step, s, o, block), (k_at, k_step, q, s_next, block_next)
-                stage.weigh_and_score(*values, *keys, groups, channels, factor, cap, stats, args.scale_log2)
-            else:
-                stage.online_softmax(s, vectors, block, stats, args.scale_log2)
-                list_rows(tile, v, V_BATCH, v_rows, begin, last)
-                if last < beyond:
-                    list_rows(tile, k, K_BATCH, k_rows, last, least(last + block_n, beyond))
-                stage.accumulate(v_rows, s, o, block, ones, groups, channels, k_rows, 1)
+        odd, begin, last = first % 2, first * block_n, (first + 1) * block_n
+        s, s_next = tile.s + odd * block_n * ROWS * 4, tile.s + (1 - odd) * block_n * ROWS * 4
+        block, block_next = tile.block + 2 * odd * VECTOR, tile.block + 2 * (1 - odd) * VECTOR
+        if ready != SCORED:
+            if ready != LISTED:
+                list_rows(tile, k, K_BATCH, k_rows, begin, last)
+            list_rows(tile, v, V_BATCH, v_rows, begin, last)
+            stage.fill(block, 1, MINUS_INF)
+            stage.scores(k_rows, q, s, block, vectors, channels, limits, begin, factor, cap, v_rows, 1)
+        blocks = least(end, ahead - 1) - first
+        if blocks > 0:
+            v_at, k_at, m, scale = v + begin * v_step, k + last * k_step, stats, args.scale_log2
+            values, keys = (v_at, v_step, s, o, block), (k_at, k_step, q, s_next, block_next)
+            stage.weigh_and_score(*values, *keys, blocks, groups, channels, factor, cap, m, scale)
+            begin, last = begin + blocks * block_n, last + blocks * block_n
+            if blocks % 2 != 0:
+                s, block = s_next, block_next
+        if last <= end * block_n:
+            stage.online_softmax(s, vectors, block, stats, args.scale_log2)
+            list_rows(tile, v, V_BATCH, v_rows, begin, last)
+            if last < beyond:
+                list_rows(tile, k, K_BATCH, k_rows, last, least(last + block_n, beyond))
+            stage.accumulate(v_rows, s, o, block, ones, groups, channels, k_rows, 1)
 
     return attend_rows

@@ -77,14 +77,16 @@ class Turns(Units):
 
     @stage
     def weigh_and_score(
-        self, e: Emitter, v, v_step, p, o, block, k, k_step, q, s, top, groups, dims, factor, cap, m, scale
+        self, e: Emitter, v, v_step, p, o, block, k, k_step, q, s, top, n, groups, dims, factor, cap, m, scale
     ) -> None:
         """`online_softmax`, then accumulates like `accumulate`, and before V of each group scores like
         `scores` as many keys of K, which every row sees; both are of `dims` channels, `v_step` or `k_step`
-        bytes apart. Every instruction reads on by a row at a time, through no list of addresses, and lines
-        are asked for `bytes_ahead` of the key before their turn. Weights of 16-bit keys are made
-        behind the first K: it was quicker, and for float32 slower. `m` is where the statistics stand."""
-        b, change, p_top = e.b, self._change(e, factor, cap), e.pointer(top)
+        bytes apart. So for `n` blocks of `groups`; `p` and `s`, `block` and `top` change places each time.
+        What says where the next lines are stays in registers. Every instruction reads on by a row at a time,
+        through no list of addresses, and lines are asked for `bytes_ahead` of the key before their turn.
+        Weights of 16-bit keys are made behind the first K: it was quicker, and for float32 slower. `m` is
+        where the statistics stand."""
+        b, change = e.b, self._change(e, factor, cap)
         p_o, p_q = e.pointer(o), e.pointer(q)
         halves = max(1, self.keys // KEYS_PER_GROUP)  # groups that fill a vector of scores
         p_sums = b.alloca(e.vf, size=halves * KEYS_PER_GROUP)
@@ -99,7 +101,8 @@ class Turns(Units):
                 largest = e.maximum(score, largest)
             return largest
 
-        def turn(width: int, p_alpha: Value | None, i: Value, x: list[Value]) -> list[Value]:
+        def turn(width: int, first: Any, i: Value, x: list[Value]) -> list[Value]:
+            p_alpha, weights = first or (None, None)
             p_v, p_k, p_p, p_s, largest = x
             held, further = self._held(e, p_q, width), self.key.bytes_ahead // (width * self.size)
             k_ahead, v_ahead = (b.mul(step, I64(further)) for step in (k_step, v_step))
@@ -119,7 +122,7 @@ class Turns(Units):
                     dots = self._dots_of(e, rows[0], held, later(rows[0], k_ahead))
                     e.store(sums_of_lanes(e, dots), rows[1])
                 p_k = rows[0]
-                if self.size == 2 and p_alpha is not None and half == 0:
+                if self.size == 2 and weights and half == 0:
                     weights()
                 for start, step in ((later(p_v, v_ahead), v_step), (later(p_k, k_ahead), k_step)):
                     self._ask_early(e, start, step, width * self.size)
@@ -130,20 +133,24 @@ class Turns(Units):
                 p_p, p_alpha = e.at(p_p, self.group_weights), None
             return [p_v, p_k, p_p, e.at(p_s, halves * KEYS_PER_GROUP * self.rows * 4), largest]
 
-        def turns(_: list[Value], width: int) -> list[Value]:
-            # Alpha is for the first group: of others O is added to, which does not wait for the multipliers.
-            start = [*(e.pointer(x) for x in (v, k, p, s)), e.load(p_top)]
-            first = turn(width, e.pointer(block), I64(0), start)
-            more = b.sub(b.udiv(groups, I64(halves)), I64(1))
-            e.store(e.loop(more, first, partial(turn, width, None))[-1], p_top)
-            return []
-
         vectors = b.udiv(b.mul(groups, I64(KEYS_PER_GROUP)), I64(self.keys))
-        weights = partial(self.online_softmax, e, p, vectors, block, m, scale)
-        if self.size == 4:
-            weights()
+
+        def one(width: int, i: Value, x: list[Value]) -> list[Value]:
+            at_v, at_k, at_p, at_s, at_block, at_top = x
+            weights = partial(self.online_softmax, e, at_p, vectors, at_block, m, scale)
+            if self.size == 4:
+                weights()
+            # Alpha is for the first group: of others O is added to, which does not wait for the multipliers.
+            start = [at_v, at_k, *map(e.pointer, (at_p, at_s)), e.floats(float("-inf"))]
+            after = turn(width, (e.pointer(at_block), weights), I64(0), start)
+            after = e.loop(b.sub(b.udiv(groups, I64(halves)), I64(1)), after, partial(turn, width, None))
+            e.store(after[-1], e.pointer(at_top))
+            return [*after[:2], at_s, at_p, at_top, at_block]
+
         for width in (NARROW, WIDTH) if self.rows == 1 else (WIDTH,):
-            e.where(b.icmp_signed("==", dims, I64(width)), [], partial(turns, width=width))
+            start = [*map(e.pointer, (v, k)), p, s, block, top]
+            count = b.select(b.icmp_signed("==", dims, I64(width)), n, I64(0))
+            e.loop(count, start, partial(one, width))
 
     def _ask_early(self, e: Emitter, start: Value | None, step: Value, row_bytes: int) -> None:
         """Prefetches the first rows of what a turn would ask for line by line."""
