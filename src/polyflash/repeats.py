@@ -179,8 +179,9 @@ def shorten(key: Key, repeat: Any, q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def _make_room() -> None:
-    if len(_known) >= _KEPT:
-        _known.pop(next(iter(_known)), None)
+    if len(_known) > _KEPT - 2:  # what is learnt may have two entries
+        for old in list(_known)[:2]:  # another thread may change it meanwhile
+            _known.pop(old, None)
 
 
 def attend(key: Key | None, bound: Bound, lens: Tensor | None = None) -> Results:
@@ -204,9 +205,6 @@ def attend(key: Key | None, bound: Bound, lens: Tensor | None = None) -> Results
 def learn(key: Key, launch: Launch, bound: Bound, lens: Tensor | None) -> None:
     """Calls with this key are made as `bound` was; None is kept if its row has no shorter way for them."""
     q, k, v, _, args, _ = bound
-    if len(_known) > _KEPT - 2:  # what is learnt may have two entries
-        for old in list(_known)[:2]:  # another thread may change it meanwhile
-            _known.pop(old, None)
     _make_room()
     maker = getattr(import_module(launch.row.module), "repeat", None)
     trained = key[0][-1] is True

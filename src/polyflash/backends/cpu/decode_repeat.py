@@ -103,11 +103,6 @@ class OfKeys(Repeat):
         block[DECODE.k], block[DECODE.v] = k.data_ptr(), v.data_ptr()
         if not (block[DECODE.q] and block[DECODE.k] and block[DECODE.v]):  # of a tensor around another one
             return None
-        block[DECODE.seqlen_k] = seqlen_k
-        block[DECODE.k_batch], block[DECODE.k_head] = k_batch * size, k_head * size
-        block[DECODE.v_batch], block[DECODE.v_head] = v_batch * size, v_head * size
-        first, count = decode.walk(self.args, rows, 0, seqlen_k, seqlen_k - rows, frame.cut.split_keys)
-        decode.start(frame, block, decode.Walks(first, count, batch * count), batch * seqlen_k, [])
         decode.start(self.frame, block, walks, batch * seqlen_k, [])
         return out, lse
 
