@@ -100,8 +100,8 @@ class OfKeys(Repeat):
             steps = (0 if n == 1 else 4 * s for n, s in zip(x.shape[:3], x.stride(), strict=False))
             block[word], block[word + 1], block[word + 2], block[word + 3] = x.data_ptr(), *steps
         out, lse = self.outputs(q, block)
-        block[DECODE.k], block[DECODE.v] = k.data_ptr(), v.data_ptr()
-        if not (block[DECODE.q] and block[DECODE.k] and block[DECODE.v]):  # of a tensor around another one
+        block[DECODE.k], block[DECODE.v] = at = k.data_ptr(), v.data_ptr()
+        if 0 in at or not block[DECODE.q]:  # of a tensor around another one
             return None
         decode.start(self.frame, block, walks, batch * seqlen_k, [])
         return out, lse

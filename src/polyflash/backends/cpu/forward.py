@@ -201,9 +201,9 @@ class Repeat:
             operands = near(q), near(k), near(v), near(out)
             job = self.job = cast(_Job, _job(self.launch, *operands, lse, self.args))
         words = job.words[:]
-        words[FORWARD.q], words[FORWARD.k], words[FORWARD.v] = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        words[FORWARD.q], words[FORWARD.k], words[FORWARD.v] = at = q.data_ptr(), k.data_ptr(), v.data_ptr()
         words[FORWARD.out] = out.data_ptr()
-        if not (words[FORWARD.q] and words[FORWARD.k] and words[FORWARD.v]):  # of a tensor around another one
+        if 0 in at:  # of a tensor around another one
             return None
         if self.need_lse:
             words[FORWARD.lse] = lse.data_ptr()
