@@ -175,7 +175,7 @@ def shorten(key: Key, repeat: Any, q: Tensor, k: Tensor, v: Tensor) -> None:
         (_, backend, *_), options, *_ = key
         others = _known.pop(options, ())[: _KEPT_CHECKS - 1]
         _make_room()
-        _known[options] = ((check, backend, repeat.once(q, k, v, repeat.tally)), *others)
+        _known[options] = ((check, backend, repeat.once(q, k, v, repeat.tally.count)), *others)
 
 
 def _make_room() -> None:

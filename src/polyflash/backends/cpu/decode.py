@@ -259,7 +259,7 @@ def start(frame: Frame, block: array[int], walks: Walks, most_keys: int, kept: l
 
 
 def job(frame: Frame, block: array[int], walks: Walks, most_keys: int) -> pool.Job:
-    """What `start` would run now, for calls at other addresses; no two requests of theirs differ."""
+    """The job that `start` would run now, for calls at other addresses; no two requests of theirs differ."""
     wanted, block = torch.get_num_threads(), block[:]
     items, threads, wake, tiles, size = lay(frame, block, walks, most_keys, [], wanted)
     counters = -(-8 * tiles // LINE) * LINE

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from polyflash.backends.cpu import decode, pool, runtime
 from polyflash.backends.cpu.words import DECODE
-from polyflash.counting import Tally
 from polyflash.quant.scheme import Block, codes_of
 from polyflash.results import NO_LSE, empty_of
 from polyflash.spec import Arguments
@@ -106,8 +105,11 @@ class OfKeys(Repeat):
         decode.start(self.frame, block, walks, batch * seqlen_k, [])
         return out, lse
 
-    def once(self, q: Tensor, k: Tensor, v: Tensor, tally: Tally) -> Callable[..., Tensor | None]:
-        """What runs calls of just these sizes and strides: all that is left are storages and addresses."""
+    def once(
+        self, q: Tensor, k: Tensor, v: Tensor, count: Callable[[], None]
+    ) -> Callable[..., Tensor | None]:
+        """A function that runs calls of just these sizes and strides: storages and addresses are left, and to
+        `count` each."""
         again, block = pool.again(), self.frame.words[:]
         k_bytes, v_bytes, walks = self.place(block, q, k, v)
         frame, most_keys, q_bytes, size = self.frame, len(k) * k.shape[2], self.q_bytes, k.element_size()
@@ -121,7 +123,7 @@ class OfKeys(Repeat):
                 or v.storage_offset() * size + v_bytes > v.untyped_storage().nbytes()
             ):
                 return None
-            tally.count()
+            count()
             job, out = caller.jobs.get(run), empty(*likeness)
             # A finalizer may call, too, and be done before the addresses of this call are written.
             while job is None or again(job[0], q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()):
