@@ -51,6 +51,7 @@ def walk(key: CodesKey, stage: Any, list_rows: Any) -> Any:
     BYTES, JOINED = key.bytes, key.joined
     KEY_SCALES = key.k.scale.channels == 0
     EARLY, LENT = asked(key)
+    WEIGHED = 2 * EARLY + ROWS if BYTES else 0  # rows of V that `weigh_block` asks for
     K_TOKENS, V_TOKENS = key.k.scale.tokens, key.v.scale.tokens
     SHIFT_TOKENS = 0 if key.k.shift is None else key.k.shift.tokens
     CHANNEL_SCALES, SHIFTED, V_SHIFTED = not KEY_SCALES, key.k.shift is not None, key.v.shift is not None
@@ -166,19 +167,13 @@ def walk(key: CodesKey, stage: Any, list_rows: Any) -> Any:
                 stage.fill(block, 1, MINUS_INF)
                 q, asked_v = (
                     tile.q + i_h * args.q_tile,
-                    v_rows + own + (end - begin - LENT * (end - begin) // STEP) * 8,
+                    v_rows + own + (STEP - LENT) * (end - begin) // STEP * 8,
                 )
                 score_block(tile, q, first, last, begin, i_h, k_rows + own, k_rows + later, block, asked_v)
                 more, later_v = further(args, V_BATCH, V_AHEAD), v_rows + later
-                early = EARLY * (end - begin) // STEP  # V is walked too quickly to ask for all meanwhile
-                stage.ask_values(later_v, early, more)
-                later_v += early * 8
                 others = weigh_block(tile, block, first, last, begin, vectors, i_h, stats, later_v, more)
-                if BYTES:
-                    later_v += vectors * 8
-                stage.ask_values(later_v, early, more)
                 o, sums, count = stats + 2 * VECTOR, block + 2 * VECTOR, (end - begin) // JOINED
-                own_v, later_v = v_rows + own, later_v + early * 8
+                own_v, later_v = v_rows + own, later_v + WEIGHED * vectors // ROWS * 8
                 stage.accumulate_codes(own_v, tile.p, o, block, sums, count, later_v, more)
                 if BYTES and others != 0:
                     stage.weigh_others(tile.addresses, tile.p, sums, vectors)
@@ -193,8 +188,8 @@ def walk(key: CodesKey, stage: Any, list_rows: Any) -> Any:
 
 def _weighing(key: CodesKey, stage: Any, copy_scales: Any) -> Any:
     """A device function of 10 arguments that makes the scores of a block weights of its codes; it returns
-    whether weights as bytes leave some of the other sign."""
-    VECTOR, BYTES = key.lanes * 4, key.bytes
+    whether weights as bytes leave some of the other sign. Bytes prefetch rows of V that are read `later`."""
+    VECTOR, BYTES, ROWS, (EARLY, _) = key.lanes * 4, key.bytes, key.rows, asked(key)
 
     @device
     def weigh_block(tile, block, first, last, begin, vectors, i_h, stats, later, more):
@@ -207,10 +202,14 @@ def _weighing(key: CodesKey, stage: Any, copy_scales: Any) -> Any:
         )
         scales, size = copy_scales(tile, first, last, begin, i_h)
         if BYTES:
-            shifts = scales + size
-            return stage.weigh_scores(
+            early, shifts = EARLY * vectors // ROWS, scales + size
+            stage.ask_values(later, early, more)
+            later += early * 8
+            others = stage.weigh_scores(
                 s, held, p, sums, vectors, scales, shifts, block, stats, scale, later, more
             )
+            stage.ask_values(later + vectors * 8, early, more)
+            return others
         stage.online_softmax(s, vectors, block, stats, scale)
         stage.weigh_codes(s, held, p, sums, vectors, scales, scales + size)
         return 0
