@@ -163,7 +163,7 @@ class Integers(DecodeTile):
             e.store(x, tile, key.query_stats + i * e.bytes)
 
     def _of_rows(self, e: Emitter, x: list[Value], combine: Any) -> Value:
-        """What `combine` makes of all lanes of a vector of each row, in the lanes of that row."""
+        """One vector of those of all rows: in a row's lanes what `combine` makes of all lanes of its own."""
         n, distance = self.lanes, self.lanes
         while distance > 1:
             distance //= 2
