@@ -121,7 +121,7 @@ class CodesKey(DecodeKey):
     @property
     def value_stats(self) -> int:
         """Vectors that a block leaves of a scale of V's channels: steps of its weights, and what is added."""
-        return 3 if KINDS[self.v.dtype].bits == 4 else 4
+        return 3 if KINDS[self.v.dtype].bits == 4 and not self.bytes else 4
 
 
 def _both(codes: str) -> tuple[Codes, Codes]:
