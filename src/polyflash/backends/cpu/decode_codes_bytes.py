@@ -23,10 +23,6 @@ MIDDLES, VALUE_MIDDLES = {"int8": (128,), "int4": (8,)}, {"int8": (0,), "int4": 
 MOST, MOST_WEIGHT = 127.0, 255.0  # in steps of a scale
 
 
-def tile_of(key: CodesKey) -> CodesTile:
-    return BytesTile(key) if key.bytes else CodesTile(key)
-
-
 class BytesTile(CodesTile):
     """Emissions for one key whose products are of bytes."""
 
