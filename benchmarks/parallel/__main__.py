@@ -98,13 +98,13 @@ def checks(cpu: bool) -> list[tuple[str, str]]:
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """The times as lines."""
     lines = [
-        "                         one GPU ms  ranks ms  share  no handshake  computes ms  sends ms  hidden  "
-        "peak MB  formula MB"
+        "                         one GPU ms  ranks ms  share  of slower  no handshake  computes ms  "
+        "sends ms  hidden  peak MB  formula MB"
     ]
     lines += [
         f"{x['name']:24} {x['one_s'] * 1e3:11.2f} {x['ranks_s'] * 1e3:9.2f} {x['share']:6.1%} "
-        f"{x['quiet_share']:13.1%} {x['computes_s'] * 1e3:12.2f} {x['sends_s'] * 1e3:9.2f} "
-        f"{x['hidden']:7.0%} {x['peak'] / 1e6:8.0f} {x['formula'] / 1e6:11.0f}"
+        f"{x['share_of_slower']:10.1%} {x['quiet_share']:13.1%} {x['computes_s'] * 1e3:12.2f} "
+        f"{x['sends_s'] * 1e3:9.2f} {x['hidden']:7.0%} {x['peak'] / 1e6:8.0f} {x['formula'] / 1e6:11.0f}"
         for x in rows
         if x.get("kind") == "time"
     ]

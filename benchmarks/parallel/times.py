@@ -128,14 +128,17 @@ class Call:
         return run
 
 
-def seconds(run: Callable[[], Any], device: torch.device, times: int) -> float:
-    """Of one run, `times` of which follow one another."""
+def seconds(run: Callable[[], Any], device: torch.device, times: int, before: int = 0) -> float:
+    """Of one run, `times` of which follow one another, and as many as `before` go ahead of them."""
+    for _ in range(before):
+        run()
     if device.type != "cuda":
         started = time.perf_counter()
         for _ in range(times):
             run()
         return (time.perf_counter() - started) / times
-    torch.cuda.synchronize()
+    if not before:
+        torch.cuda.synchronize()
     ends = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
     ends[0].record()
     for _ in range(times):
@@ -150,9 +153,7 @@ def heated(run: Callable[[], Any], device: torch.device, times: int) -> float:
     if device.type != "cuda":
         return seconds(run, device, times)
     took = slowest(seconds(run, device, 1))
-    seconds(run, device, max(1, round(WARM_S / took)))
-    slowest(0.0)
-    return seconds(run, device, max(times, round(SPAN_S / took)))
+    return seconds(run, device, max(times, round(SPAN_S / took)), max(1, round(WARM_S / took)))
 
 
 def slowest(found: float) -> float:
@@ -162,11 +163,12 @@ def slowest(found: float) -> float:
     return float(told)
 
 
-def _mean(found: float) -> float:
-    """That of all ranks."""
-    told = torch.tensor([found], dtype=torch.float64)
+def _each(found: float) -> list[float]:
+    """That of each rank."""
+    told = torch.zeros(dist.get_world_size(), dtype=torch.float64)
+    told[dist.get_rank()] = found
     dist.all_reduce(told)
-    return float(told) / dist.get_world_size()
+    return told.tolist()  # type: ignore[no-any-return]
 
 
 def _peak(run: Callable[[], None], device: torch.device) -> int:
@@ -185,7 +187,8 @@ def _peak(run: Callable[[], None], device: torch.device) -> int:
 def rows(
     name: str, sizes: dict[str, Any], device: torch.device, rounds: int, methods: Sequence[str] = METHODS
 ) -> Iterator[dict[str, Any]]:
-    """One row per method; times are medians of `rounds`, arms by turns; one device's the mean of all."""
+    """One row per method; times are medians of `rounds`, arms by turns. One device's is the mean of all, and
+    `share_of_slower` is by the time of the slowest, whom the others wait for."""
     own, ranks = Call(sizes, device, False), dist.get_world_size()
     arms: dict[str, Callable[[], None]] = {}
     rows: dict[str, dict[str, Any]] = {}
@@ -210,26 +213,26 @@ def rows(
         yield {"kind": "memory", "name": f"{name} {method}", **rows[method]}
     whole = Call(sizes, device, True)  # on every rank: what the others do moves no clock between arms
     arms["one device"] = whole.both(whole.alone())
-    # A GPU rests while it only sends, so neither side of a share follows that.
-    order = {"sends": 0, "computes": 1, "device": 2}
-    arms = {arm: arms[arm] for arm in sorted(arms, key=lambda arm: order.get(arm.split()[-1], 3))}
-    found: dict[str, list[float]] = {arm: [] for arm in arms}
+    found: dict[str, list[list[float]]] = {arm: [] for arm in arms}
     for turn in range(rounds + 1):
-        for arm, run in arms.items():
+        # A GPU rests while it only sends: such arms are timed once, behind all others.
+        for arm in sorted(arms, key=lambda arm: arm.endswith("sends")):
             slowest(0.0)  # all begin together
             if not turn:  # compiles
-                seconds(run, device, 1)
-                continue
-            took = heated(run, device, sizes.get("times", 2))
-            found[arm].append(_mean(took) if arm == "one device" else slowest(took))
-    one = statistics.median(found["one device"])
+                seconds(arms[arm], device, 1)
+            elif turn == rounds or not arm.endswith("sends"):
+                found[arm].append(_each(heated(arms[arm], device, sizes.get("times", 2))))
+    ones = [statistics.median(x) for x in zip(*found["one device"], strict=True)]
+    one = statistics.mean(ones)
+    last = {arm: [max(x) for x in each] for arm, each in found.items()}
     for method, row in rows.items():
-        quiet = statistics.median(found[f"{method}, no handshake"])
-        both = statistics.median(found[method])
-        sends, computes = (statistics.median(found[f"{method} {x}"]) for x in ("sends", "computes"))
+        quiet = statistics.median(last[f"{method}, no handshake"])
+        both = statistics.median(last[method])
+        sends, computes = (statistics.median(last[f"{method} {x}"]) for x in ("sends", "computes"))
         hidden = (computes + sends - quiet) / sends if sends else 1.0
         yield {
             "kind": "time", "name": f"{name} {method}", "one_s": one, "ranks_s": both, "quiet_s": quiet,
             "computes_s": computes, "sends_s": sends, "share": one / ranks / both,
-            "quiet_share": one / ranks / quiet, "hidden": hidden, **row, "all": found[method],
+            "quiet_share": one / ranks / quiet, "share_of_slower": max(ones) / ranks / both, "hidden": hidden,
+            **row, "all": last[method], "ones": ones,
         }  # fmt: skip

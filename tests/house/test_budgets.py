@@ -36,12 +36,12 @@ HOST_LINES, DEVICE_LINES, FILE_LINES, KERNEL_FILE_LINES, INIT_LINES, PACKAGE_LIN
     500,
     600,
     40,
-    50_385,
+    50_409,
 )
 LONGER = {("decode_few.py", "build"): 290}  # to be cut like the other builders
 KEYS_PER_ISA = 64
 SKIPPED = 41  # signatures and calls that no formatter lays out
-LABORATORY_LINES = 6_285
+LABORATORY_LINES = 6_288
 
 
 def lines(path: Path) -> int:

@@ -265,6 +265,8 @@ def explain(
             )
     if q.element_size() < 4 and q.device.type != "cpu" and "ring" in chosen:
         notes.append(f"kernels round the result of each step to {q.dtype} before it is merged in float32")
+    if "ring" in chosen and call.keeps(bound.q, bound.k):
+        notes.append("keys of both ranks stay for the backward pass, which sends none")
     if call.sight.offsets is None:
         notes.append("positions differ between requests or are on a device: no step is left out for them")
     return explained(calls.problem_of(bound, call), chosen, why, tuple(notes))

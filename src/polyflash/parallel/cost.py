@@ -93,11 +93,18 @@ class Problem:
         """Bytes that travel for one position: K and V, and in a backward pass their gradients."""
         return self.bytes_per_key + self.backward * self.bytes_per_key // self.itemsize * 4
 
+    @property
+    def stays(self) -> bool:
+        """Do joined keys of two ranks stay for the backward pass, in which no keys are sent then?"""
+        group = self.num_q_heads // max(1, self.num_kv_heads)
+        return self.q.count == 2 and joins.stay(self.q, self.k, self.sight, self.batch == 1, group)
+
     def steps_of(self, rank: int) -> list[tuple[int, float]]:
         """Bytes that a rank of the ring sends in each step, and FLOPs that it computes, forward."""
+        sent = self.sent_per_key - self.bytes_per_key * (self.backward and self.stays)
         return [
             (
-                0 if t == 0 else step.lent.rows * self.sent_per_key,
+                0 if t == 0 else step.lent.rows * sent,
                 schedule.pairs_of(step.blocks, self.sight) * self.flops_per_pair,
             )
             for t, step in enumerate(schedule.steps(self.q, self.k, rank, self.sight))
@@ -107,8 +114,9 @@ class Problem:
 @dataclass(frozen=True)
 class Explanation:
     """The result of `polyflash.parallel.explain()`: the exchange, why, and what each rank sends and computes
-    in the forward pass; of more than 64 shards, 4 stand for all. A backward pass sends K and V again and
-    their gradients in float32, and computes 2.5 times as much where head_dim_v = head_dim."""
+    in the forward pass; of more than 64 shards, 4 stand for all. A backward pass sends K and V again, unless
+    a note says that they stay, and their gradients in float32; it computes 2.5 times as much where
+    head_dim_v = head_dim."""
 
     method: str
     why: str
@@ -225,7 +233,8 @@ def _of_join(problem: Problem, join: joins.Join, other: schedule.Step, held: tup
     sent = (other.keys.rows + other.lent.rows) * wide
     added = kept + _rows(problem, alone + (held[0] if alone else 0), size)
     added += (keys_alone + held[1]) * of_key + other.lent.rows * wide
-    return max(joined + kept + max(_rows(problem, read, SUMMED, PER_ROW), sent), kept + made + sent, added)
+    later = max(kept + made + sent, added) + joined * problem.stays
+    return max(joined + kept + max(_rows(problem, read, SUMMED, PER_ROW), sent), later)
 
 
 def _of_gathering(problem: Problem, heads: int) -> int:

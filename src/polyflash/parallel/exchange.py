@@ -94,16 +94,10 @@ class Call:
         of one entry then arrive where they are read, and gradients leave from where they were made."""
         return self.packed or (self.alone and self.waits(k))
 
-    @cached_property
-    def keeps(self) -> bool:
+    def keeps(self, q: Tensor, k: Tensor) -> bool:
         """Do joined keys stay for the backward pass instead of own ones? It exchanges no keys then."""
-        return self.meets and all(map(self._keeps, range(2)))
-
-    def _keeps(self, rank: int) -> bool:
-        """The same of one rank: none arrive, or few beside own ones that follow one another."""
-        arriving, join = schedule.steps(self.q, self.k, rank, self.sight)[1].keys.rows, self._join(rank)
-        few = join is not None and joins.FEW_ARRIVE * arriving <= self.k.held(rank)
-        return not arriving or (few and join is not None and join.mine is not None)
+        group = q.shape[1] // max(1, k.shape[1])
+        return self.meets and joins.stay(self.q, self.k, self.sight, self.alone, group)
 
     @property
     def whole(self) -> bool:
@@ -172,13 +166,13 @@ class Call:
         return {"offset": max(-FAR_OFFSET, min(at, FAR_OFFSET))}
 
     def sources(
-        self, k: Tensor, v: Tensor, what: str, agreed: Agreed, mark: Any, backward: bool = False
+        self, k: Tensor, v: Tensor, what: str, agreed: Agreed, mark: Any, joined: bool | None = None
     ) -> Iterator[Source]:
         """The keys that rows of this rank see, the next ones on their way while one is used, the first from
-        when the ranks have `agreed`, for which kept ones do not wait. Own keys of a ring come first; in a
-        backward pass of several steps last, while gradients of a step before are on their way. `mark`: see
-        `Team.beside`."""
-        there = backward and self.keeps
+        when the ranks have `agreed`. Own keys of a ring come first; in a backward pass of several steps last,
+        while gradients of a step before are on their way. `joined` is given in a backward pass: are k and v
+        joined ones, for which nothing waits? `mark`: see `Team.beside`."""
+        backward, there = joined is not None, bool(joined)
         own, pieces = self._gathers(k, v, what) if self.gathers else self._fetches(k, v, what, agreed, there)
         if self.gathers or not pieces:
             agreed()
@@ -218,7 +212,7 @@ class Call:
     ) -> tuple[Source, list[Piece]]:
         """Own keys of a ring, and the steps that bring others; `there`: k and v are joined ones."""
         steps, heads, join, joined = self.steps, (0, k.shape[1]), self.join, (k, v)
-        if there and join is not None:
+        if there and join is not None and join.mine is not None:
             k, v = (x[:, :, join.mine] for x in joined)
 
         by_rows, early = self.by_rows(k), join is not None and self.waits(k)

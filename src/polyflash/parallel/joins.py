@@ -24,7 +24,7 @@ from polyflash.parallel.schedule import Block, Chunk, Runs, Shards, Sight, Step
 
 MOST_PIECES = 16  # that are put in order, run by run
 MOST_KEYS = 1 << 17  # of both ranks: more were not timed, and results are merged
-FEW_ARRIVE = 3  # own keys for each that arrives, so that joined ones stay for the backward pass
+MOST_KEPT = 1 / 3  # of q, k, v and out, that joined keys may add to what stays for the backward pass
 
 
 class Piece(NamedTuple):
@@ -141,3 +141,20 @@ def _chunk_of(at: np.ndarray, k: Shards) -> Chunk | None:
     if ((lens > 0) & (lasts - starts + 1 != lens)).any():
         return None
     return Chunk(starts, starts + lens, first)
+
+
+@lru_cache(maxsize=128)
+def stay(q: Shards, k: Shards, sight: Sight, alone: bool, group: int) -> bool:
+    """Do joined keys of both ranks stay for the backward pass, in place of own ones? They do where they are
+    not many beside what stays in any case; there are `group` query heads for each head of keys."""
+    q, k = replace(q, pieces=1), replace(k, pieces=1)
+    found = [join(q, k, rank, sight, alone) for rank in range(2)]
+    for rank, one in enumerate(found):
+        if one is None:
+            fits = not schedule.steps(q, k, rank, sight)[1].keys.rows
+        else:
+            held, readable = k.held(rank), one.mine is not None or not one.own.blocks
+            fits = readable and one.keys - held <= MOST_KEPT * (q.held(rank) * group + held)
+        if not fits:
+            return False
+    return any(found)

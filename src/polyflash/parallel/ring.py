@@ -39,6 +39,7 @@ def forward(
     """out in the dtype of q, and lse, of this rank's rows. `kept` gets joined keys that stay."""
     group, kind, sinks = q.shape[1] // max(1, k.shape[1]), call.kept(q), call.args.sinks
     width = v.shape[3] if call.forms[1] is None else call.forms[1].width
+    keeps = call.keeps(q, k)
     sources = call.sources(k, v, "ran the forward pass", agreed, mark)
     state: tuple[Tensor, Tensor] | None = None
     begun: list[Span] = []  # rows that have results
@@ -47,7 +48,7 @@ def forward(
         state[1].copy_(sinks[None, :, None].expand_as(state[1]))
         begun = [] if call.whole else [(0, q.shape[2])]
     for source in sources:
-        if call.keeps and source.join is not None:
+        if keeps and source.join is not None:
             kept += source.k, source.v
         heads = slice(source.heads[0] * group, source.heads[1] * group)
         begun = [] if call.gathers else begun
@@ -101,8 +102,9 @@ def backward(
     are the shares of these rows: their sum over ranks is the gradient."""
     q, k, v = qkv
     group, bias, sinks = q.shape[1] // max(1, k.shape[1]), call.args.bias, call.args.sinks
-    mine = slice(None) if call.join is None or not call.keeps else call.join.mine
-    inputs = zip((q, k[:, :, mine], v[:, :, mine]), needs[:3], strict=True)
+    there, held = call.keeps(q, k), call.k.held(call.team.rank)
+    held_ones = [x.new_empty(()).expand(*x.shape[:2], held, x.shape[3]) if there else x for x in (k, v)]
+    inputs = zip((q, *held_ones), needs[:3], strict=True)
     likes = [x if need else None for x, need in inputs]
     made = [None if x is None or not call.gathers else torch.empty_like(x) for x in likes]
     dbias = torch.zeros_like(bias, dtype=sums_of(bias)) if bias is not None and needs[3] else None
@@ -110,7 +112,7 @@ def backward(
     most = MOST_PARTS if call.team.size == 2 else 0  # of many ranks parts would take more than their sum
     totals = [None if x is None else Sum(x, most) for x in likes]
     told: list[Any] = []  # what the ranks have agreed on
-    sources = call.sources(k, v, "ran the backward pass", lambda: told.append(agreed()), mark, backward=True)
+    sources = call.sources(k, v, "ran the backward pass", lambda: told.append(agreed()), mark, there)
     for source in sources:
         heads = slice(source.heads[0] * group, source.heads[1] * group)
         if call.gathers:  # these heads are done with this source

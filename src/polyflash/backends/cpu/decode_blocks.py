@@ -163,15 +163,8 @@ class DecodeTile(AddressLists, Turns):
         """m_i, l_i and alpha of every row; S becomes P, with a dot as bfloat16 pairs [two keys][row]. l_i
         stays spread over the lanes of a row. As in the forward kernel the maximum is subtracted before
         scaling, so the largest weight is exactly 1."""
-        b, p_block, p_stats = e.b, e.pointer(block), e.pointer(stats)
-        minus_inf = e.floats(float("-inf"))
-        top = self._across_keys(e, e.load(p_block), e.maximum)
-        m_old = e.load(p_stats)
-        m_new = e.maximum(top, m_old)
-        m_safe = b.select(b.fcmp_ordered("==", m_new, minus_inf), e.floats(0), m_new)
-        alpha = kept(e, self._power(e, b.fsub(m_old, m_safe), scale_bits, 6))
-        e.store(m_new, p_stats)
-        e.store(alpha, p_block)
+        b, p_stats, minus_inf = e.b, e.pointer(stats), e.floats(float("-inf"))
+        alpha, m_safe = self._new_maximum(e, block, stats, scale_bits)
 
         def body(i: Value, values: list[Value]) -> list[Value]:
             weights = []
@@ -189,6 +182,19 @@ class DecodeTile(AddressLists, Turns):
         trips = b.udiv(vectors, I64(together))
         l_new = e.loop(trips, [e.pointer(s), e.pointer(s), e.floats(0)], body)[2]
         e.store(e.fma(alpha, e.load(p_stats, e.bytes), l_new), p_stats, e.bytes)
+
+    def _new_maximum(self, e: Emitter, block: Value, stats: Value, scale_bits: Value) -> tuple[Value, Value]:
+        """m_i and alpha of every row, from the largest scores at `block`; returns alpha and what scores are
+        less."""
+        b, p_block, p_stats = e.b, e.pointer(block), e.pointer(stats)
+        top = self._across_keys(e, e.load(p_block), e.maximum)
+        m_old = e.load(p_stats)
+        m_new = e.maximum(top, m_old)
+        m_safe = b.select(b.fcmp_ordered("==", m_new, e.floats(float("-inf"))), e.floats(0), m_new)
+        alpha = kept(e, self._power(e, b.fsub(m_old, m_safe), scale_bits, 6))
+        e.store(m_new, p_stats)
+        e.store(alpha, p_block)
+        return alpha, m_safe
 
     def _power(self, e: Emitter, d: Value, scale_bits: Value, degree: int) -> Value:
         scale = e.splat(e.float_bits(scale_bits))

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from polyflash.backends.cpu import configs
-from polyflash.backends.cpu.decode_codes_configs import TURN_BYTES, CodesKey
+from polyflash.backends.cpu.decode_codes_configs import AHEAD, TURN_BYTES, CodesKey
 from polyflash.backends.cpu.decode_configs import MOST_HEADS
 from polyflash.backends.cpu.intrinsics import greatest, least, load_i32, namespace, word
 from polyflash.backends.cpu.structs import Blocks
@@ -33,19 +33,24 @@ def further(args, tensor, keys):
     return keys * word(args, tensor + 2) if args.page_table == 0 else 0
 
 
+def asked(key: CodesKey) -> tuple[int, int]:
+    """Rows of V per step of keys of products of bytes that are prefetched before and after the weights are
+    made, and before Q is folded: what is neither with them nor in the walk over V, which is too quick for
+    more than half. The more evenly over a block, the less memory waits."""
+    if not key.bytes:
+        return 0, 0
+    left = configs.STEP // 2 - key.rows
+    return (0, left) if key.run else (left // 2, 0)
+
+
 def walk(key: CodesKey, stage: Any, list_rows: Any) -> Any:
     """A device function of 11 arguments, see `attend_split`."""
     K_SCALE, K_SHIFT, V_SCALE, V_SHIFT = DECODE.k_scale, DECODE.k_shift, DECODE.v_scale, DECODE.v_shift
     ROWS, KEYS, STEP, VECTOR = key.rows, key.lanes // key.rows, configs.STEP, key.lanes * 4
-    LANES, MINUS_INF, SIGN, ONE, BYTES, JOINED = (
-        key.lanes,
-        0xFF800000,
-        1 << 31,
-        0x3F800000,
-        key.bytes,
-        key.joined,
-    )
+    LANES, MINUS_INF, ONE = key.lanes, 0xFF800000, 0x3F800000
+    BYTES, JOINED = key.bytes, key.joined
     KEY_SCALES, (K_BYTES, V_BYTES) = key.k.scale.channels == 0, key.row_bytes
+    EARLY, LENT = asked(key)
     K_TOKENS, V_TOKENS = key.k.scale.tokens, key.v.scale.tokens
     SHIFT_TOKENS = 0 if key.k.shift is None else key.k.shift.tokens
     CHANNEL_SCALES, SHIFTED, V_SHIFTED = not KEY_SCALES, key.k.shift is not None, key.v.shift is not None
@@ -73,8 +78,9 @@ def walk(key: CodesKey, stage: Any, list_rows: Any) -> Any:
         stage.fold_query(floats, q, scale, shift)
 
     @device
-    def score_block(tile, q, first, last, begin, i_h, k_rows, later, top):
-        """Scores of a block and head, run by run of keys that share what is folded into Q."""
+    def score_block(tile, q, first, last, begin, i_h, k_rows, later, top, v_later):
+        """Scores of a block and head, run by run of keys that share what is folded into Q. `v_later` are rows
+        of V to be asked for meanwhile, if any."""
         args, s, j, run = tile.args, tile.s, first, BEYOND
         if RUN > 0:
             run = RUN
@@ -85,6 +91,9 @@ def walk(key: CodesKey, stage: Any, list_rows: Any) -> Any:
         while j < last:
             end = least(last, (j // run + 1) * run)
             if FOLDED:
+                if LENT:
+                    stage.ask_values(v_later, LENT * (end - j) // STEP, further(args, V_BATCH, V_AHEAD))
+                    v_later += LENT * (end - j) // STEP * 8
                 fold(tile, q, q, j, i_h)
             at = j // STEP * STEP
             vectors, far = ((end + STEP - 1) // STEP * STEP - at) // KEYS, (at - begin) * 8
@@ -95,16 +104,16 @@ def walk(key: CodesKey, stage: Any, list_rows: Any) -> Any:
             j = end
 
     @device
-    def weigh_block(tile, first, last, begin, vectors, i_h, sign):
-        """The weights of a block as integers, and what is added to its values; returns whether weights as
-        bytes leave some of the other sign."""
+    def copy_scales(tile, first, last, begin, i_h):
+        """Copies V's scales and shifts of a block; returns where its first are, and bytes between both."""
         scales, size = tile.stage + tile.args.block_n * 4, tile.args.block_n * WIDTH * 4
         at = scales + (first - begin) * WIDTH * 4
         copy_entries(tile, V_SCALE, V_TOKENS, at, first, last, i_h, WIDTH)
         if V_SHIFTED:
             copy_entries(tile, V_SHIFT, V_TOKENS, at + size, first, last, i_h, WIDTH)
-        sums, floats = tile.block + 2 * VECTOR, tile.addresses
-        return stage.weigh_codes(tile.s, floats, tile.p, sums, vectors, scales, scales + size, sign)
+        return scales, size
+
+    weigh_block = _weighing(key, stage, copy_scales)
 
     @device
     def run_of(block_n):
@@ -121,7 +130,7 @@ def walk(key: CodesKey, stage: Any, list_rows: Any) -> Any:
         SCORED if it is, as those after key_hi are afterwards, as far as there are keys before
         `beyond`."""
         args = tile.args
-        s, block, block_n, slot_bytes = tile.s, tile.block, args.block_n, (args.block_n + LANES) * 8
+        block, block_n, slot_bytes = tile.block, args.block_n, (args.block_n + LANES) * 8
         if not FOLDED:
             for i_h in range(heads):
                 q = tile.q + i_h * args.q_tile
@@ -157,19 +166,24 @@ def walk(key: CodesKey, stage: Any, list_rows: Any) -> Any:
                 own, later = slot * slot_bytes, (1 - slot) * slot_bytes
                 k_rows, v_rows = tile.k_rows, tile.v_rows
                 stage.fill(block, 1, MINUS_INF)
-                q = tile.q + i_h * args.q_tile
-                score_block(tile, q, first, last, begin, i_h, k_rows + own, k_rows + later, block)
+                q, asked_v = (
+                    tile.q + i_h * args.q_tile,
+                    v_rows + own + (end - begin - LENT * (end - begin) // STEP) * 8,
+                )
+                score_block(tile, q, first, last, begin, i_h, k_rows + own, k_rows + later, block, asked_v)
                 more, later_v = further(args, V_BATCH, V_AHEAD), v_rows + later
-                early = (end - begin) // 4 if BYTES else 0  # V is walked too quickly to ask for all meanwhile
+                early = EARLY * (end - begin) // STEP  # V is walked too quickly to ask for all meanwhile
                 stage.ask_values(later_v, early, more)
-                stage.online_softmax(s, vectors, block, stats, args.scale_log2)
-                stage.ask_values(later_v + early * 8, early, more)
-                others = weigh_block(tile, first, last, begin, vectors, i_h, 0)
+                later_v += early * 8
+                others = weigh_block(tile, block, first, last, begin, vectors, i_h, stats, later_v, more)
+                if BYTES:
+                    later_v += vectors * 8
+                stage.ask_values(later_v, early, more)
                 o, sums, count = stats + 2 * VECTOR, block + 2 * VECTOR, (end - begin) // JOINED
-                own_v, later_v = v_rows + own, later_v + early * 16
+                own_v, later_v = v_rows + own, later_v + early * 8
                 stage.accumulate_codes(own_v, tile.p, o, block, sums, count, later_v, more)
                 if BYTES and others != 0:
-                    weigh_block(tile, first, last, begin, vectors, i_h, SIGN)
+                    stage.weigh_others(tile.addresses, tile.p, sums, vectors)
                     stage.fill(block, 1, ONE)
                     stage.accumulate_codes(own_v, tile.p, o, block, sums, count, own_v, 0)
                 ready = 2 - slot
@@ -177,6 +191,33 @@ def walk(key: CodesKey, stage: Any, list_rows: Any) -> Any:
         return ready
 
     return attend_split
+
+
+def _weighing(key: CodesKey, stage: Any, copy_scales: Any) -> Any:
+    """A device function of 10 arguments that makes the scores of a block weights of its codes; it returns
+    whether weights as bytes leave some of the other sign."""
+    VECTOR, BYTES = key.lanes * 4, key.bytes
+
+    @device
+    def weigh_block(tile, block, first, last, begin, vectors, i_h, stats, later, more):
+        s, p, held, sums, scale = (
+            tile.s,
+            tile.p,
+            tile.addresses,
+            tile.block + 2 * VECTOR,
+            tile.args.scale_log2,
+        )
+        scales, size = copy_scales(tile, first, last, begin, i_h)
+        if BYTES:
+            shifts = scales + size
+            return stage.weigh_scores(
+                s, held, p, sums, vectors, scales, shifts, block, stats, scale, later, more
+            )
+        stage.online_softmax(s, vectors, block, stats, scale)
+        stage.weigh_codes(s, held, p, sums, vectors, scales, scales + size)
+        return 0
+
+    return weigh_block
 
 
 def _tables(stage: Any) -> tuple[Any, Any]:
@@ -221,7 +262,7 @@ def _by_turns(key: CodesKey, stage: Any, own: Any) -> Any:
     """A device function of 8 arguments, see `attend_row`."""
     K_SCALE, K_TOKENS, KEY_SCALES = DECODE.k_scale, key.k.scale.tokens, key.k.scale.channels == 0
     KEYS, VECTOR, RUN, TURN, MINUS_INF = key.lanes // key.rows, key.lanes * 4, key.run, key.turn, 0xFF800000
-    BYTES, JOINED, SIGN, ONE = key.bytes, key.joined, 1 << 31, 0x3F800000
+    BYTES, JOINED, ONE = key.bytes, key.joined, 0x3F800000
 
     @device
     def attend_row(tile, k, v, first, end, ahead, state, ready):
@@ -237,13 +278,13 @@ def _by_turns(key: CodesKey, stage: Any, own: Any) -> Any:
             if i == first and ready != SCORED:
                 own.list_both(tile, k, v, 0, begin, last, 0)
                 stage.fill(block, 1, MINUS_INF)
-                own.score_block(tile, q, begin, last, begin, 0, tile.k_rows, tile.v_rows, block)
-            stage.online_softmax(s, vectors, block, state, args.scale_log2)
-            others = own.weigh_block(tile, begin, last, begin, vectors, 0, 0)
+                own.score_block(tile, q, begin, last, begin, 0, tile.k_rows, tile.v_rows, block, tile.v_rows)
+            stage.fill_addresses(tile.v_rows, v + (begin + AHEAD) * v_step, v_step, vectors)
+            others = own.weigh_block(tile, block, begin, last, begin, vectors, 0, state, tile.v_rows, 0)
             if BYTES and others != 0:  # in the order of the walk in phases
                 own.list_both(tile, k, v, 0, begin, last, 0)
                 stage.accumulate_codes(tile.v_rows, p, o, block, sums, block_n // JOINED, tile.v_rows, 0)
-                own.weigh_block(tile, begin, last, begin, vectors, 0, SIGN)
+                stage.weigh_others(tile.addresses, p, sums, vectors)
                 stage.fill(block, 1, ONE)
             if i + 1 < ahead:
                 stage.fill(top, 1, MINUS_INF)

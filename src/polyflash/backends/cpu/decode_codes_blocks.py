@@ -44,6 +44,9 @@ class CodesTile(Integers):
         lo, width = e.load(p_limits, 0, e.vi), e.load(p_limits, e.bytes, e.vi)
         in_group = ir.Constant(e.vi, [lane // self.rows for lane in range(self.lanes)])
         first = b.add(e.splat(b.trunc(key, I32)), in_group)
+        last = b.add(first, e.splat(b.trunc(b.mul(b.sub(groups, I64(1)), I64(self.keys)), I32)))
+        hidden = (b.icmp_unsigned(">=", b.sub(x, lo), width) for x in (first, last))
+        careful = e.any_lane(b.or_(*hidden))
         score, change = self._score(e, e.pointer(q)), self._change_all(e, factor, cap)
         together = 4 * self.fours // self.keys if self.key.by_fours else 1  # vectors of scores
         sums_of = self._sums_by_fours if self.key.by_fours else self._sums_by_key(e)
@@ -52,10 +55,15 @@ class CodesTile(Integers):
             p_rows, p_s, largest, at, p_later, p_scales = values
             made = sums_of(e, p_rows, (p_later, further), planes)
             made = [score(x, e.at(p_scales, j * self.keys * 4)) for j, x in enumerate(made)]
-            for j, x in enumerate(change(made)):
-                x = e.apply_mask(x, b.sub(at, lo), width)
+            places = [b.add(at, e.ints(j * self.keys)) for j in range(together)]
+
+            def masked(x: list[Value]) -> list[Value]:
+                return [e.apply_mask(y, b.sub(n, lo), width) for y, n in zip(x, places, strict=True)]
+
+            for j, x in enumerate(e.where(careful, change(made), masked)):
                 e.store(x, p_s, j * e.bytes)
-                largest, at = e.maximum(x, largest), b.add(at, e.ints(self.keys))
+                largest = e.maximum(x, largest)
+            at = b.add(at, e.ints(together * self.keys))
             keys = together * self.keys
             p_rows, p_later, p_scales = (
                 e.at(p, keys * n) for p, n in ((p_rows, 8), (p_later, 8), (p_scales, 4))
@@ -73,10 +81,10 @@ class CodesTile(Integers):
         more = e.load(tile, key.query_stats + 2 * e.bytes, e.vi)
 
         def score(sums: Value, p_scales: Value) -> Value:
-            x = b.fmul(b.sitofp(b.sub(sums, more), e.vf), unit)
+            x, factor = b.sitofp(b.sub(sums, more), e.vf), unit
             if key.k.scale.channels == 0:
-                x = b.fmul(x, self._of_keys(e, p_scales))
-            return b.fadd(x, shift) if key.k.shift is not None else x
+                factor = b.fmul(unit, self._of_keys(e, p_scales))
+            return b.fmul(x, factor) if key.k.shift is None else e.fma(x, factor, shift)
 
         return score
 
@@ -198,73 +206,47 @@ class CodesTile(Integers):
             e.store(e.load(entry, 0, F32), to)
 
     @stage
-    def weigh_codes(self, e: Emitter, weights, floats, pairs, sums, vectors, scales, shifts, sign) -> Value:
+    def weigh_codes(self, e: Emitter, weights, floats, pairs, sums, vectors, scales, shifts) -> None:
         """Weights of V's codes: of every group of channels, those of the keys times their scales, as pairs of
         integers [two keys][row][group]; and at `sums` vectors of their steps, of what is added to all
-        channels, and of what the middles of codes add to sums. A byte has no sign: of weights as bytes those
-        of the sign of `sign` are taken, the others are 0; returns whether there are any."""
+        channels, and of what the middles of codes add to sums."""
         b, groups, live = e.b, self.key.value_groups, self.key.live_groups
         step, shifted, middles = 4 * self.keys * live, self.key.v.shift is not None, self.value_middles
-        zeros, flip = [e.ints(0)] * live, e.splat(b.trunc(sign, I32))
+        zeros = [e.ints(0)] * live
 
         def scaled(i: Value, x: list[Value]) -> list[Value]:
-            p_w, p_held, p_scale, p_shift, others, *tops = x
+            p_w, p_held, p_scale, p_shift, *tops = x
             w = e.load(p_w)
             unseen, totals = b.icmp_signed("<", b.bitcast(w, e.vi), e.ints(0)), tops[live:]
             for g in range(live):
                 y = b.select(unseen, e.floats(0), b.fmul(w, self._of_keys(e, p_scale, g, live)))
-                y, others = self._of_one_sign(e, y, flip, others)
                 e.store(y, p_held, g * e.bytes)
                 tops[g] = e.smax(tops[g], self._bits_of_size(e, y))
                 if shifted:
                     moved = b.select(unseen, e.floats(0), self._of_keys(e, p_shift, g, live))
                     totals[g] = e.fma(w, moved, totals[g])
             p_shift = e.at(p_shift, step) if shifted else p_shift
-            return [
-                e.at(p_w, e.bytes),
-                e.at(p_held, live * e.bytes),
-                e.at(p_scale, step),
-                p_shift,
-                others,
-                *tops[:live],
-                *totals,
-            ]
+            further = [e.at(p_w, e.bytes), e.at(p_held, live * e.bytes), e.at(p_scale, step)]
+            return [*further, p_shift, *tops[:live], *totals]
 
-        start = [*(e.pointer(x) for x in (weights, floats, scales, shifts)), e.ints(0)]
-        others, *out = e.loop(vectors, [*start, *zeros, *[e.floats(0)] * live], scaled)[4:]
+        start = [e.pointer(x) for x in (weights, floats, scales, shifts)]
+        out = e.loop(vectors, [*start, *zeros, *[e.floats(0)] * live], scaled)[4:]
         known = [self._steps(e, self._across_keys(e, top, e.smax), self.most_weight) for top in out[:live]]
         known += known[-1:] * (groups - live)
 
         def rounded(i: Value, x: list[Value]) -> list[Value]:
-            made, counts = [], x[2:]
-            for m in range(together):
-                floats = (e.load(x[0], (m * live + g) * e.bytes) for g in range(live))
-                whole = [self._rounded(e, y, by) for y, (_, by) in zip(floats, known, strict=False)]
-                made += whole + whole[-1:] * (groups - live)
-                counts = [b.add(n, b.sub(y, e.ints(ROUNDED))) for n, y in zip(counts, whole, strict=True)]
-            e.store(self._in_words(e, made), x[1])
-            size = groups * e.bytes // self.key.joined
-            return [e.at(x[0], together * live * e.bytes), e.at(x[1], together * size), *counts]
+            floats = (e.load(x[0], g * e.bytes) for g in range(live))
+            whole = [self._rounded(e, y, by) for y, (_, by) in zip(floats, known, strict=False)]
+            counts = [b.add(n, b.sub(y, e.ints(ROUNDED))) for n, y in zip(x[2:], whole, strict=True)]
+            e.store(self._in_words(e, whole + whole[-1:] * (groups - live)), x[1])
+            return [e.at(x[0], live * e.bytes), e.at(x[1], groups * e.bytes // self.key.joined), *counts]
 
-        together = max(1, self.key.joined // self.keys)  # vectors of floats
-        trips = b.udiv(vectors, I64(together))
-        counts = e.loop(trips, [e.pointer(floats), e.pointer(pairs), *zeros], rounded)[2:]
+        counts = e.loop(vectors, [e.pointer(floats), e.pointer(pairs), *zeros], rounded)[2:]
         for g in range(live):
             count = self._across_keys(e, counts[g], b.add)
             added = [b.mul(count, e.ints(middle)) for middle in middles]
-            unit, total = (
-                b.xor(b.bitcast(known[g][0], e.vi), flip),
-                self._across_keys(e, out[live + g], b.fadd),
-            )
-            total = b.select(b.icmp_signed("==", sign, I64(0)), total, e.floats(0))  # once is enough
-            for i, x in enumerate((unit, total, *added)):
+            for i, x in enumerate((known[g][0], self._across_keys(e, out[live + g], b.fadd), *added)):
                 e.store(x, e.pointer(sums), (g * self.key.value_stats + i) * e.bytes)
-        any_other = e.call(f"llvm.vector.reduce.smin.v{self.lanes}i32", I32, [others])
-        return b.zext(b.icmp_signed("<", any_other, I32(0)), I64)
-
-    def _of_one_sign(self, e: Emitter, x: Value, flip: Value, others: Value) -> tuple[Value, Value]:
-        """Weights that one walk takes, and the lanes that are negative if it leaves any."""
-        return x, others
 
     def _in_words(self, e: Emitter, x: list[Value]) -> Value:
         """Vectors of integers, one of each group of channels of some keys, in words [joined keys][row][group]
@@ -343,9 +325,12 @@ class CodesTile(Integers):
             shrink = e.splat(e.load(e.pointer(alpha), r * 4, F32))
             for c, (u, n) in enumerate(columns):
                 unit, added = (self._of_channels(e, sums, u, r, i) for i in (0, 1))
-                more = self._of_channels(e, sums, u, r, 2 + n % len(self.value_middles))
+                own = n % len(self.value_middles)
+                more = e.b.bitcast(self._of_channels(e, sums, u, r, 2 + own), e.vi)
+                unit = e.b.fmul(unit, e.floats(self.value_units[own]))
                 for half in (0, 1):
-                    x = e.b.sub(acc[(c * 2 + half) * len(rows) + m], e.b.bitcast(more, e.vi))
+                    x = acc[(c * 2 + half) * len(rows) + m]
+                    x = e.b.sub(x, more) if self.value_middles[own] else x
                     x = e.fma(e.b.sitofp(x, e.vf), unit, added)
                     place = (u * self.rows + r) * self.parts * e.bytes + (2 * n + half) * e.bytes
                     e.store(e.fma(shrink, e.load(p_o, place), x), p_o, place)

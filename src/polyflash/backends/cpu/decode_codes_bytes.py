@@ -14,16 +14,17 @@ from typing import Any
 
 from llvmlite import ir
 
-from polyflash.backends.cpu.decode_codes_blocks import CodesTile
 from polyflash.backends.cpu.decode_codes_configs import CodesKey
+from polyflash.backends.cpu.decode_codes_weights import ByteWeights
 from polyflash.backends.cpu.simd import I8, I16, Emitter, Value
 from polyflash.quant.scheme import Codes
 
-MIDDLES, VALUE_MIDDLES = {"int8": (128,), "int4": (8,)}, {"int8": (0,), "int4": (8,)}
+MIDDLES, VALUE_MIDDLES = {"int8": (128,), "int4": (8,)}, {"int8": (0,), "int4": (8, 0)}
+VALUE_UNITS = {"int8": (1,), "int4": (1, 16)}  # the high code of a byte of V stays where it is, signed
 MOST, MOST_WEIGHT = 127.0, 255.0  # in steps of a scale
 
 
-class BytesTile(CodesTile):
+class BytesTile(ByteWeights):
     """Emissions for one key whose products are of bytes."""
 
     def __init__(self, key: CodesKey) -> None:
@@ -31,6 +32,7 @@ class BytesTile(CodesTile):
         self.words, self.halves = ir.VectorType(I8, 4 * self.lanes), ir.VectorType(I16, 2 * self.lanes)
         self.most, self.most_weight = MOST, MOST_WEIGHT
         self.middles, self.value_middles = MIDDLES[key.k.dtype], VALUE_MIDDLES[key.v.dtype]
+        self.value_units = [1 / n for n in VALUE_UNITS[key.v.dtype]]
 
     def _dot(self, e: Emitter, acc: Value, x: Value, y: Value) -> Value:
         return e.dot_bytes(acc, e.b.bitcast(x, e.vi), e.b.bitcast(y, e.vi))
@@ -41,15 +43,23 @@ class BytesTile(CodesTile):
             return e.b.xor(x, ir.Constant(self.words, [0x80] * self.words.count))
         return self._nibbles(e, x, n)
 
+    def _counted(self, e: Emitter, total: Value, whole: list[Value], parts: list[Value]) -> Value:
+        for part in parts:
+            total = self._dot(e, total, ir.Constant(self.words, [1] * self.words.count), part)
+        return total
+
     def _nibbles(self, e: Emitter, x: Value, n: int) -> Value:
         low, halves = ir.Constant(self.words, [15] * self.words.count), self.halves
         if n:
             x = e.b.lshr(e.b.bitcast(x, halves), ir.Constant(halves, [4] * halves.count))
         return e.b.and_(e.b.bitcast(x, self.words), low)
 
-    def _of_one_sign(self, e: Emitter, x: Value, flip: Value, others: Value) -> tuple[Value, Value]:
-        bits = e.b.xor(e.b.bitcast(x, e.vi), flip)
-        return e.b.bitcast(e.smax(bits, e.ints(0)), e.vf), e.b.or_(others, bits)
+    def _value_nibbles(self, e: Emitter, x: Value, n: int) -> Value:
+        """The n-th code of every byte in steps of a 16th of `value_units`, one instruction each."""
+        if not n:
+            return self._nibbles(e, x, 0)
+        signs, high = (ir.Constant(self.words, [bits] * self.words.count) for bits in (0x80, 0xF0))
+        return e.b.and_(e.b.xor(x, signs), high)
 
     def _weigh_keys(
         self, e: Emitter, keys: list[Value], p_weights: Value, acc: list[Value], rows: range, columns: Any
@@ -68,7 +78,7 @@ class BytesTile(CodesTile):
                         if own != u or c // step != half:
                             continue
                         bits = b.bitcast(y, self.words)
-                        part = bits if codes.dtype == "int8" else self._nibbles(e, bits, c % step)
+                        part = bits if codes.dtype == "int8" else self._value_nibbles(e, bits, c % step)
                         for m, weight in enumerate(weights):
                             place = (at * 2 + quarter) * len(rows) + m
                             acc[place] = self._dot(e, acc[place], weight, part)

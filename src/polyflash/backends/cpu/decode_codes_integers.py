@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from llvmlite import ir
 
 from polyflash.backends.cpu.address_lists import PREFETCH_LEVEL
@@ -29,6 +31,7 @@ class Integers(DecodeTile):
         self.words = ir.VectorType(I16, 2 * self.lanes)
         self.most = self.most_weight = MOST
         self.middles, self.value_middles = MIDDLES[key.k.dtype], MIDDLES[key.v.dtype]
+        self.value_units = [1.0] * len(self.value_middles)  # of what stands for 1 in a code of V
         self.parts = key.unit // self.lanes
         self.fours = 2 if key.bytes and self.rows == 4 else 1  # of keys whose scores are made at once
 
@@ -121,54 +124,73 @@ class Integers(DecodeTile):
         the shifts; tables that K has not are not read."""
         b, key, rows, source = e.b, self.key, range(self.rows), e.pointer(floats)
         tile, channels = e.pointer(q), range(0, key.query_row // 4, self.lanes)
-        own = [ir.Constant(e.vbits, [m % self.rows == r for m in range(self.lanes)]) for r in rows]
-
-        def entries(table: Value, first: int, ahead: bool = False) -> Value:
-            if ahead and first * 4 % LINE == 0:
+        scaled, moved = key.k.scale.channels > 0, key.k.shift is not None
+        for table in [scale] * scaled + [shift] * moved:
+            for first in channels[:: max(1, LINE // e.bytes)]:
                 e.prefetch(e.at(e.pointer(table), first * 4 + RUNS_AHEAD * key.head_dim * 4))
+
+        def entries(table: Value, first: int) -> Value:
             there = ir.Constant(e.vbits, [first + m < key.head_dim for m in range(self.lanes)])
             return e.load(e.pointer(table), first * 4, inside=there)
 
-        def scaled(r: int, first: int, factor: Value | None) -> Value:
+        def value(r: int, first: int, factor: Value | None) -> Value:
             x = e.load(source, r * key.query_row + first * 4)
             return x if factor is None else b.fmul(x, factor)
 
         tops, totals = [e.ints(0)] * self.rows, [e.floats(0)] * self.rows
         for first in channels:
-            factor = entries(scale, first, True) if key.k.scale.channels else None
-            moved = entries(shift, first, True) if key.k.shift is not None else None
+            factor = entries(scale, first) if scaled else None
+            added = entries(shift, first) if moved else None
             for r in rows:
-                tops[r] = e.smax(tops[r], self._bits_of_size(e, scaled(r, first, factor)))
-                if moved is not None:
-                    totals[r] = e.fma(scaled(r, first, None), moved, totals[r])
+                tops[r] = e.smax(tops[r], self._bits_of_size(e, value(r, first, factor)))
+                if added is not None:
+                    totals[r] = e.fma(value(r, first, None), added, totals[r])
         plain = key.k.scale.channels == 0 and not key.bytes
-        known = [self._steps(e, self._across_keys(e, top, e.smax, 1), self.most, power=plain) for top in tops]
-        sums = [e.ints(0)] * self.rows
-        for u in range(0, len(channels), 2 * per_word(key.k)):
+        unit, inverse = self._steps(e, self._of_rows(e, tops, e.smax), self.most, power=plain)
+        sums, per = [e.ints(0)] * self.rows, 2 * per_word(key.k)
+        steps = [e.shuffle(inverse, inverse, [r] * self.lanes) for r in rows]
+        for u in range(0, len(channels), per):
             for r in rows:
                 whole = []
-                for first in channels[u : u + 2 * per_word(key.k)]:
-                    factor = entries(scale, first) if key.k.scale.channels else None
-                    whole.append(self._rounded(e, scaled(r, first, factor), known[r][1]))
-                    sums[r] = b.add(sums[r], b.sub(whole[-1], e.ints(ROUNDED)))
-                self._store_planes(e, e.at(tile, key.planes), u // (2 * per_word(key.k)), r, whole)
+                for first in channels[u : u + per]:
+                    factor = entries(scale, first) if scaled else None
+                    whole.append(self._rounded(e, value(r, first, factor), steps[r]))
+                parts = self._store_planes(e, e.at(tile, key.planes), u // per, r, whole)
+                sums[r] = self._counted(e, sums[r], whole, parts)
         middle = ir.Constant(e.vi, [self.middles[m % len(self.middles)] for m in range(self.lanes)])
-        stats: list[Value] = [e.floats(0), e.floats(0), e.ints(0)]
-        for r in rows:
-            total = self._across_keys(e, totals[r], b.fadd, 1)
-            more = self._across_keys(e, b.mul(sums[r], middle), b.add, 1)
-            for i, x in enumerate((known[r][0], total, more)):
-                stats[i] = b.select(own[r], x, stats[i])
-        for i, x in enumerate(stats):
+        more = self._of_rows(e, [b.mul(x, middle) for x in sums], b.add)
+        for i, x in enumerate((unit, self._of_rows(e, totals, b.fadd), more)):
             e.store(x, tile, key.query_stats + i * e.bytes)
 
-    def _store_planes(self, e: Emitter, planes: Value, unit: int, row: int, whole: list[Value]) -> None:
+    def _of_rows(self, e: Emitter, x: list[Value], combine: Any) -> Value:
+        """What `combine` makes of all lanes of a vector of each row, in the lanes of that row."""
+        n, distance = self.lanes, self.lanes
+        while distance > 1:
+            distance //= 2
+            other, (u, v) = [lane ^ distance for lane in range(n)], (x[: len(x) // 2], x[len(x) // 2 :])
+            if len(x) == 1:
+                x = [combine(x[0], e.shuffle(x[0], x[0], other))]
+                continue
+            mine = [lane + (n if lane & distance else 0) for lane in range(n)]
+            other = [(lane ^ distance) + (n if lane & distance else 0) for lane in range(n)]
+            x = [combine(e.shuffle(y, z, mine), e.shuffle(y, z, other)) for y, z in zip(u, v, strict=True)]
+        return e.shuffle(x[0], x[0], [lane % self.rows * (n // self.rows) for lane in range(n)])
+
+    def _counted(self, e: Emitter, total: Value, whole: list[Value], parts: list[Value]) -> Value:
+        """Lanes of a total, plus the integers `whole`, which `parts` hold too."""
+        for x in whole:
+            total = e.b.add(total, e.b.sub(x, e.ints(ROUNDED)))
+        return total
+
+    def _store_planes(
+        self, e: Emitter, planes: Value, unit: int, row: int, whole: list[Value]
+    ) -> list[Value]:
         """Store them as [unit][part][row][word], so that a part of K meets its channels; for four keys at
         once as [unit][column][part][row], of which every 128 bits repeat one of their four columns."""
         step = self._step(self.key.k)
         x = self._joined(e, [self._integers(e, y) for y in whole])
-        for n in range(step):
-            part = e.shuffle(x, x, (n + step * at for at in range(self.words.count)))
+        parts = [e.shuffle(x, x, (n + step * at for at in range(self.words.count))) for n in range(step)]
+        for n, part in enumerate(parts):
             if not self.key.by_fours:
                 e.store(part, planes, ((unit * step + n) * self.rows + row) * e.bytes)
                 continue
@@ -176,6 +198,7 @@ class Integers(DecodeTile):
             for j in range(4):
                 y = e.shuffle(part, part, (lane // 4 * 4 + j for lane in range(self.lanes)))
                 e.store(y, planes, (((unit * step + n) * 4 + j) * self.rows + row) * e.bytes)
+        return parts
 
     def _joined(self, e: Emitter, x: list[Value]) -> Value:
         """One vector of all lanes of a power of two of vectors, one behind the other."""

@@ -12,12 +12,10 @@ from llvmlite import ir
 from polyflash.backends.cpu.address_lists import PREFETCH_LEVEL
 from polyflash.backends.cpu.decode_codes_blocks import CodesTile
 from polyflash.backends.cpu.decode_codes_bytes import BytesTile
-from polyflash.backends.cpu.decode_codes_configs import CodesKey
+from polyflash.backends.cpu.decode_codes_configs import AHEAD, CodesKey
 from polyflash.backends.cpu.decode_units import sums_of_lanes
 from polyflash.backends.cpu.intrinsics import stage
 from polyflash.backends.cpu.simd import I16, I64, Emitter, Value
-
-AHEAD = 64  # keys; of 32, 64, 128 and 256 the best or near it, and without any a call takes 1.4 times as long
 
 
 def tile_of(key: CodesKey) -> CodesTile:
