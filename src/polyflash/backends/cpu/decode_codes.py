@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from polyflash.backends.cpu import configs
-from polyflash.backends.cpu.decode_codes_configs import AHEAD, TURN_BYTES, CodesKey
+from polyflash.backends.cpu.decode_codes_configs import TURN_BYTES, CodesKey
 from polyflash.backends.cpu.decode_configs import MOST_HEADS
 from polyflash.backends.cpu.intrinsics import greatest, least, load_i32, namespace, word
 from polyflash.backends.cpu.structs import Blocks
@@ -49,7 +49,7 @@ def walk(key: CodesKey, stage: Any, list_rows: Any) -> Any:
     ROWS, KEYS, STEP, VECTOR = key.rows, key.lanes // key.rows, configs.STEP, key.lanes * 4
     LANES, MINUS_INF, ONE = key.lanes, 0xFF800000, 0x3F800000
     BYTES, JOINED = key.bytes, key.joined
-    KEY_SCALES, (K_BYTES, V_BYTES) = key.k.scale.channels == 0, key.row_bytes
+    KEY_SCALES = key.k.scale.channels == 0
     EARLY, LENT = asked(key)
     K_TOKENS, V_TOKENS = key.k.scale.tokens, key.v.scale.tokens
     SHIFT_TOKENS = 0 if key.k.shift is None else key.k.shift.tokens
@@ -138,9 +138,7 @@ def walk(key: CodesKey, stage: Any, list_rows: Any) -> Any:
         turns, turns_end, ahead, run = 0, 0, 0, run_of(block_n)
         even = run % TURN_KEYS == 0 and block_n % run == 0 and RUN % run == 0 and block_n // run <= MOST_HEADS
         far = args.seqlen_k * args.num_kv_heads * 2 * TURN_BYTES >= TURNS_FROM
-        touch = word(args, K_BATCH + 2) == K_BYTES and word(args, V_BATCH + 2) == V_BYTES
-        alone = heads == 1 and args.page_table == 0 and (touch or not BYTES)
-        if TURNS and even and far and alone:
+        if TURNS and even and far and heads == 1 and args.page_table == 0:
             turns = (greatest(key_lo, all_lo) + block_n - 1) // block_n
             turns_end = ahead = least(key_hi, all_hi) // block_n
             if key_hi % block_n == 0 and key_hi + block_n <= least(beyond, all_hi):
@@ -262,7 +260,6 @@ def _by_turns(key: CodesKey, stage: Any, own: Any) -> Any:
     """A device function of 8 arguments, see `attend_row`."""
     K_SCALE, K_TOKENS, KEY_SCALES = DECODE.k_scale, key.k.scale.tokens, key.k.scale.channels == 0
     KEYS, VECTOR, RUN, TURN, MINUS_INF = key.lanes // key.rows, key.lanes * 4, key.run, key.turn, 0xFF800000
-    BYTES, JOINED, ONE = key.bytes, key.joined, 0x3F800000
 
     @device
     def attend_row(tile, k, v, first, end, ahead, state, ready):
@@ -278,14 +275,8 @@ def _by_turns(key: CodesKey, stage: Any, own: Any) -> Any:
             if i == first and ready != SCORED:
                 own.list_both(tile, k, v, 0, begin, last, 0)
                 stage.fill(block, 1, MINUS_INF)
-                own.score_block(tile, q, begin, last, begin, 0, tile.k_rows, tile.v_rows, block, tile.v_rows)
-            stage.fill_addresses(tile.v_rows, v + (begin + AHEAD) * v_step, v_step, vectors)
-            others = own.weigh_block(tile, block, begin, last, begin, vectors, 0, state, tile.v_rows, 0)
-            if BYTES and others != 0:  # in the order of the walk in phases
-                own.list_both(tile, k, v, 0, begin, last, 0)
-                stage.accumulate_codes(tile.v_rows, p, o, block, sums, block_n // JOINED, tile.v_rows, 0)
-                stage.weigh_others(tile.addresses, p, sums, vectors)
-                stage.fill(block, 1, ONE)
+                own.score_block(tile, q, begin, last, begin, 0, tile.k_rows, tile.v_rows, block, 0)
+            own.weigh_block(tile, block, begin, last, begin, vectors, 0, state, 0, 0)
             if i + 1 < ahead:
                 stage.fill(top, 1, MINUS_INF)
                 if KEY_SCALES:
@@ -298,6 +289,6 @@ def _by_turns(key: CodesKey, stage: Any, own: Any) -> Any:
                 stage.weigh_and_score(*values, *keys, q, q_step, *scores, block_n // TURN, *change)
             else:
                 own.list_both(tile, k, v, 0, begin, last, 0)
-                stage.accumulate_codes(tile.v_rows, p, o, block, sums, block_n // JOINED, tile.v_rows, 0)
+                stage.accumulate_codes(tile.v_rows, p, o, block, sums, block_n // 2, tile.v_rows, 0)
 
     return attend_row

@@ -14,6 +14,7 @@ from typing import Any
 
 from llvmlite import ir
 
+from polyflash.backends.cpu.decode_codes_blocks import CodesTile
 from polyflash.backends.cpu.decode_codes_configs import CodesKey
 from polyflash.backends.cpu.decode_codes_weights import ByteWeights
 from polyflash.backends.cpu.simd import I8, I16, Emitter, Value
@@ -22,6 +23,10 @@ from polyflash.quant.scheme import Codes
 MIDDLES, VALUE_MIDDLES = {"int8": (128,), "int4": (8,)}, {"int8": (0,), "int4": (8, 0)}
 VALUE_UNITS = {"int8": (1,), "int4": (1, 16)}  # the high code of a byte of V stays where it is, signed
 MOST, MOST_WEIGHT = 127.0, 255.0  # in steps of a scale
+
+
+def tile_of(key: CodesKey) -> CodesTile:
+    return BytesTile(key) if key.bytes else CodesTile(key)
 
 
 class BytesTile(ByteWeights):

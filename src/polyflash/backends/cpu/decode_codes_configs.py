@@ -20,8 +20,6 @@ READ = ("int8", "int4")  # codes that become 16-bit integers in registers
 MOST_CHANNELS = 256
 STATS = 3  # vectors behind the planes of Q: scale, sum of shifts, and what the middle of codes adds, of a row
 TURN, TURN_BYTES = 32, 128  # keys, and bytes of a row
-NIBBLE_TURN, NIBBLE_BYTES = 16, 64  # likewise, of 4-bit codes in products of bytes
-AHEAD = 64  # keys; of 32, 64, 128 and 256 the best or near it, and without any a call takes 1.4 times as long
 BLOCK_CHANNELS = 32  # of V that share a scale, unless all do: whole 128-bit lanes
 
 
@@ -104,9 +102,7 @@ class CodesKey(DecodeKey):
     @property
     def turn(self) -> int:
         """Keys of K, and then of V, that are read by turns; 0: none, as several rows are bound by arithmetic,
-        and rows in a single line gained nothing in products of 16 bits."""
-        if self.bytes and self.rows == 1:
-            return NIBBLE_TURN if self.row_bytes == (NIBBLE_BYTES, NIBBLE_BYTES) else 0
+        and rows of K or V in a single line gained nothing."""
         alone = self.isa == "avx512" and self.rows == 1 and self.k.dtype == self.v.dtype == "int8"
         return min(self.run or TURN, TURN) if alone and self.row_bytes == (TURN_BYTES, TURN_BYTES) else 0
 
@@ -138,10 +134,8 @@ def key_for(config: DecodeConfig, spec: AttentionSpec, rows: int) -> CodesKey:
     held = min(max(1, rows), MOST_ROWS[config.isa], ISAS[config.isa].lanes // 2)  # a vector has two keys
     rows = 1 << (held - 1).bit_length()
     codes = spec.codes
-    both = codes_of(codes)
-    wide = rows == 1 and any(x is None or x.dtype != "int4" for x in both)  # waits for memory: bytes lost
-    if config.compute != "int8dot" or wide:
-        codes = text_of(*(x and x._replace(compute="float") for x in both))
+    if config.compute != "int8dot" or rows == 1:  # which waits for memory: bytes gained nothing
+        codes = text_of(*(x and x._replace(compute="float") for x in codes_of(codes)))
     return CodesKey(config.isa, "f32", spec.dtype, rows, spec.head_dim, spec.head_dim_v, codes)
 
 
@@ -153,7 +147,7 @@ def note(config: DecodeConfig, spec: AttentionSpec) -> str:
         how = "bytes: q, a scale per row, and the weights, one per row and block, are rounded to 8 bits"
     elif "*int8" in spec.codes:
         why = "bytes need avx512_vnni, and to be asked for by k and v"
-        how = f"16 bits: {'a single row of int8 waits for memory' if key.rows == 1 else why}"
+        how = f"16 bits: {'a single row waits for memory' if key.rows == 1 else why}"
     return f"kernel {key.name}: products of {how}"
 
 

@@ -13,7 +13,7 @@ from polyflash.backends.cpu import (
     blocks,
     configs,
     decode_codes,
-    decode_codes_row,
+    decode_codes_bytes,
     decode_heads,
     decode_items,
     decode_row,
@@ -44,7 +44,7 @@ device = BLOCK.device
 def build(key: DecodeKey) -> Any:
     """Compile the kernel of `key`: a numba cfunc `void(int64 args, int64 item, int64 scratch)`."""
     CODES = isinstance(key, CodesKey)
-    tile_of: Any = decode_codes_row.tile_of if CODES else DecodeTile
+    tile_of: Any = decode_codes_bytes.tile_of if CODES else DecodeTile
     stage, items = intrinsics.stages(key, tile_of(key)), decode_items.items()
     shared = loading.loaders(key.row_key, intrinsics.stages(key.row_key, blocks.Tile(key.row_key)))
     tiles_at = BLOCK.tiles()
