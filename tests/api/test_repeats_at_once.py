@@ -16,12 +16,14 @@ from tests.tolerance import same_bits
 
 pytest.importorskip("numba")
 pool = pytest.importorskip("polyflash.backends.cpu.pool")
+decode_repeat = pytest.importorskip("polyflash.backends.cpu.decode_repeat")
 if DEVICE.type != "cpu" or pool.again() is None:
     pytest.skip("calls on a CPU whose torch tells its number of threads", allow_module_level=True)
 
 
 @pytest.fixture(autouse=True)
-def nothing_known():
+def nothing_known(monkeypatch):
+    monkeypatch.setattr(decode_repeat, "OFTEN", 1)
     repeats._known.clear()
     yield
     repeats._known.clear()
@@ -178,6 +180,16 @@ def test_a_call_within_a_call_has_memory_of_its_own(monkeypatch):
         got = attention(q, k, v)
         same_bits(got, want)
         same_bits(within.pop(), other)
+
+
+def test_layers_with_growing_caches_make_nothing_for_each_token(monkeypatch):
+    monkeypatch.undo()
+    pool.caller.jobs.clear()
+    layers = [keys(310, seed=seed) for seed in range(12)]
+    for seqlen in (300, 301, 302):
+        for q, k, v in layers:
+            attention(q, k[:, :, :seqlen], v[:, :, :seqlen])
+    assert not pool.caller.jobs and len(repeats._known) == 1
 
 
 def test_what_threads_keep_has_an_end():

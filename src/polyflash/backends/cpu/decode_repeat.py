@@ -19,6 +19,10 @@ from polyflash.results import NO_LSE, empty_of
 from polyflash.spec import Arguments
 from polyflash.storages import holds, near, span, stored
 
+# Calls alike before a shorter way is made for more of them, which takes as long as some calls of few keys
+# save: layers of a model whose cache has grown are not to make one for every token.
+OFTEN, MANY_BYTES = 32, 1 << 24
+
 
 class Repeat:
     """State shared by such calls. `args` has no tensor that a later call could change but pages and
@@ -62,8 +66,8 @@ class OfKeys(Repeat):
         super().__init__(frame, q, k, v, args)
         self.k_bytes, self.v_bytes = (span(x[:1, :1, :1]) for x in (k, v))  # of a key
         self.short = not (self.need_lse or args.codes) and pool.again() is not None
-        self.sizes: Any = None  # of K and V in the last call, and whether there is a shorter way for them
-        self.same = False
+        self.sizes: Any = None  # of K and V in the last call, and how many more were alike
+        self.times, self.same = 0, False
 
     def place(self, block: array[int], q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, decode.Walks]:
         """Writes all of a call but addresses into its block. Bytes from the first element of K and of V to
@@ -72,13 +76,15 @@ class OfKeys(Repeat):
         batch, _, rows, _ = q.shape
         _, heads, seqlen_k, _ = sizes = k.shape
         (k_batch, k_head, k_row, _), (v_batch, v_head, v_row, _) = strides = k.stride(), v.stride()
-        self.same, self.sizes = self.short and (sizes, strides) == self.sizes, (sizes, strides)
+        self.times = self.times + 1 if (sizes, strides) == self.sizes else 0
+        self.sizes = sizes, strides
         if batch == 1:  # a stride that steps over nothing may be any number
             k_batch = v_batch = 0
         if heads == 1:
             k_head = v_head = 0
         k_reach = ((batch - 1) * k_batch + (heads - 1) * k_head + (seqlen_k - 1) * k_row) * size
         v_reach = ((batch - 1) * v_batch + (heads - 1) * v_head + (seqlen_k - 1) * v_row) * size
+        self.same = self.short and self.times >= (1 if k_reach + v_reach >= MANY_BYTES else OFTEN)
         block[DECODE.seqlen_k] = seqlen_k
         block[DECODE.k_batch], block[DECODE.k_head] = k_batch * size, k_head * size
         block[DECODE.v_batch], block[DECODE.v_head] = v_batch * size, v_head * size
