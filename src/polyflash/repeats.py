@@ -140,7 +140,11 @@ def seen(q: Tensor, k: Tensor, v: Any, options: Key) -> Repeat | None:
     """Repeats a call on a GPU that needs no key: torch compares all that `key_of` asks in one go."""
     if compiling() or tracing() is not None:
         return None
-    for check, kinds, repeat in _known.get((options, q.shape, k.shape), ()):
+    try:
+        others = _known.get((options, q.shape, k.shape), ())
+    except RuntimeError:  # nested tensors have no shape, and are refused in words later
+        return None
+    for check, kinds, repeat in others:
         if check(q, k, v) and kinds[1] == backend_in_use.get() and unwatched():
             found: Repeat = repeat
             return None if kinds[-1] is True and not torch.is_grad_enabled() else found

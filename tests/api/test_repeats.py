@@ -42,6 +42,8 @@ except ImportError:
 SDPA = torch.nn.functional.scaled_dot_product_attention
 HEADS, KV_HEADS, DIM, PAGE = 8, 2, 64, 16
 
+NAMED = "cpu" if DEVICE.type == "cpu" else "triton"
+
 
 @pytest.fixture(autouse=True)
 def nothing_known():
@@ -341,7 +343,7 @@ def test_gradients_are_not_lost():
             attention(dual, k, v)
 
 
-@pytest.mark.parametrize("options", ({}, {"scale": -0.3, "softcap": 4.0}, {"backend": "cpu"}))
+@pytest.mark.parametrize("options", ({}, {"scale": -0.3, "softcap": 4.0}, {"backend": NAMED}))
 @pytest.mark.parametrize("rows", (1, 60))
 @pytest.mark.parametrize("wanted", ("q", "kv", "qkv"))
 def test_known_calls_with_gradients_give_the_same(planned, options, rows, wanted):
@@ -589,6 +591,7 @@ def packed_call() -> tuple[torch.Tensor, ...]:
     return *(torch.randn(7, 2, 16) for _ in range(3)), bounds, bounds.clone()
 
 
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="tensors of the CPU stand for those of a GPU")
 @pytest.mark.parametrize("lse", [False, True])
 def test_packed_calls_of_a_gpu_are_known(monkeypatch, lse: bool):
     """By all that they have, and no other call is; what is known answers in the form of its caller."""
@@ -676,7 +679,7 @@ def within(context):
 
 MOMENTS = {
     "a mode": within(Watched),
-    "autocast": within(lambda: torch.autocast("cpu", torch.bfloat16)),
+    "autocast": within(lambda: torch.autocast(DEVICE.type, torch.bfloat16)),
     "inference mode": within(torch.inference_mode),
     "no_grad": within(torch.no_grad),
     "saved tensors' hooks": within(lambda: torch.autograd.graph.saved_tensors_hooks(abs, abs)),

@@ -282,7 +282,8 @@ class Replay:
         q, k, v = tensors[:3]
         table, lens = (tensors[TABLE].data_ptr(), tensors[LENS].data_ptr()) if len(tensors) > 3 else (0, 0)
         addresses = [q.data_ptr(), k.data_ptr(), v.data_ptr(), table, lens]
-        if (addresses[Q] | addresses[K] | addresses[V] | table | lens) & _ALIGNED:
+        odd = (addresses[Q] | addresses[K] | addresses[V] | table | lens) & _ALIGNED
+        if odd or not all(addresses[: len(tensors)]):  # 0: of a tensor around another one
             return None
         out = self.empty(*self.place)
         lse = NO_LSE if self.rows is None else self.empty(*self.rows)
@@ -313,7 +314,7 @@ class Repeat:
             return None
         if self.replay is not None:
             return self.replay(tensors, device)
-        return None if self.recorded else self.record(tensors)
+        return self.record(tensors) if not self.recorded and all(x.data_ptr() for x in tensors) else None
 
     def record(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         """Makes the call as its row does, and keeps what it launched."""
