@@ -182,7 +182,7 @@ def test_items_stay_enough():
     ):
         together = host._splits_per_item(splits, threads)
         assert 1 <= together <= host.MOST_SPLITS
-        enough = host.ITEMS_PER_THREAD * threads
+        enough = 2 * host.ITEMS_PER_THREAD * threads
         assert together == 1 or splits // together >= enough
         assert together == host.MOST_SPLITS or splits // (together + 1) < enough
 
