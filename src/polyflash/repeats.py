@@ -18,7 +18,7 @@ from polyflash import entry, torch_ops
 from polyflash.arguments import int32_of
 from polyflash.counting import Tally
 from polyflash.entry import Bound
-from polyflash.likeness import alike, forward_ad, profiler, unwatched
+from polyflash.likeness import alike, unwatched
 from polyflash.plan import Launch
 from polyflash.quant.tensor import QuantizedTensor
 from polyflash.routes import backend_in_use, compiling, quiet, tracing
@@ -38,7 +38,6 @@ class Repeat(Protocol):
     def __call__(self, *tensors: Tensor) -> Results | None: ...
 
 
-in_dynamo, _compiler = torch.compiler.is_dynamo_compiling, vars(torch.compiler)
 _KEPT = 1024
 _MOST_KEYS = MOST_POSITIONS - DECODE_ROWS
 _KEPT_CHECKS = 4
@@ -127,12 +126,11 @@ def of_codes(
 def at_once(q: Tensor, k: Any, v: Any, options: Key) -> Tensor | None:
     """The result of a call on a CPU whose every size and stride was that of others just before, as torch
     tells in one go."""
-    if in_dynamo() or _compiler["_is_compiling_flag"]:
+    if compiling():
         return None
     for check, backend, run in _known.get(options, ()):
         if check(q, k, v) and backend == backend_in_use.get():
-            watched = profiler._is_profiler_enabled or forward_ad._current_level >= 0
-            return None if watched else run(q, k, v)
+            return run(q, k, v) if unwatched() else None
     return None
 
 

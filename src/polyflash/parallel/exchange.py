@@ -96,8 +96,10 @@ class Call:
 
     def keeps(self, q: Tensor, k: Tensor) -> bool:
         """Do joined keys stay for the backward pass instead of own ones? It exchanges no keys then."""
-        group = q.shape[1] // max(1, k.shape[1])
-        return self.meets and joins.stay(self.q, self.k, self.sight, self.alone, group)
+        key = "keeps", q.shape[1] // max(1, k.shape[1])
+        if key not in self.known:  # Shards of many members take long to hash
+            self.known[key] = self.meets and joins.stay(self.q, self.k, self.sight, self.alone, key[1])
+        return self.known[key]  # type: ignore[no-any-return]
 
     @property
     def whole(self) -> bool:
