@@ -27,7 +27,14 @@ def alike(*tensors: Tensor) -> Callable[..., bool] | None:
     sizes, strides = [list(x.shape) for x in tensors], [list(x.stride()) for x in tensors]
     try:
         guards: Any = torch._C._dynamo.guards.TensorGuards
-        made = guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+        check = guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
     except (AttributeError, TypeError):
         return None
-    return made.check  # type: ignore[no-any-return]
+
+    def told(*given: Any) -> bool:
+        for x in given:
+            if isinstance(x, Tensor) and x.is_nested:  # has no strides: torch ends the process
+                return False
+        return check(*given)  # type: ignore[no-any-return]
+
+    return told

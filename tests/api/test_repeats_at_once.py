@@ -9,7 +9,7 @@ import threading
 import pytest
 import torch
 
-from polyflash import attention, counters, repeats, use_backend, watch
+from polyflash import SpecError, attention, counters, repeats, use_backend, watch
 from tests.api import test_repeats
 from tests.api.test_repeats import MOMENTS, keys
 from tests.device import DEVICE
@@ -101,6 +101,15 @@ def test_whatever_a_key_tells_is_told(moment):
     assert found()
     assert MOMENTS[moment](found) is (moment not in SEEN_NO_MORE)
     assert found()
+
+
+def test_nested_tensors_are_refused_in_words():
+    q, k, v = keys()
+    known(q, k, v)
+    nested = torch.nested.nested_tensor([k[0], k[0, :, :9]])
+    for given in ((q, nested, v), (q, k, nested), (nested, k, v)):
+        with pytest.raises(SpecError, match="nested"):
+            attention(*given)
 
 
 def test_gradients_are_not_lost():
