@@ -1,7 +1,6 @@
 """Keys and values as codes, of at most 8 rows: device functions of the decode kernel.
 
 A block of keys is walked in a phase of K and one of V, and in each the rows of the next block are prefetched.
-A single row reads whole tensors of int8 otherwise: V of a block and K of the next by turns of a few keys.
 Scales of channels of K are folded into Q, anew for every run of keys that share them; those of
 keys are copied, through pages too, and join scores and weights a vector at a time.
 """
@@ -11,16 +10,13 @@ from __future__ import annotations
 from typing import Any
 
 from polyflash.backends.cpu import configs
-from polyflash.backends.cpu.decode_codes_configs import TURN_BYTES, CodesKey
-from polyflash.backends.cpu.decode_configs import MOST_HEADS
-from polyflash.backends.cpu.intrinsics import greatest, least, load_i32, namespace, word
+from polyflash.backends.cpu.decode_codes_configs import CodesKey
+from polyflash.backends.cpu.intrinsics import greatest, least, load_i32, word
 from polyflash.backends.cpu.structs import Blocks
 from polyflash.backends.cpu.words import DECODE, K_BATCH, V_BATCH
 
 device = Blocks(DECODE).device
 
-SCORED = 3  # of `ready`
-TURNS_FROM = 1 << 25  # bytes of K and V: a cache holds fewer, and from there turns take 7 % longer
 BEYOND = 1 << 40  # more keys than there are
 BYTES_AHEAD = (
     8192  # of K or V behind the next block: of 4 to 32 KiB the best or near it, and of 0 a tenth slower
@@ -33,16 +29,6 @@ def further(args, tensor, keys):
     return keys * word(args, tensor + 2) if args.page_table == 0 else 0
 
 
-def asked(key: CodesKey) -> tuple[int, int]:
-    """Rows of V per step of keys of products of bytes that are prefetched before and after the weights are
-    made, and before Q is folded: what is neither with them nor in the walk over V, which is too quick for
-    more than half. The more evenly over a block, the less memory waits."""
-    if not key.bytes:
-        return 0, 0
-    left = configs.STEP // 2 - key.rows
-    return (0, left) if key.run else (left // 2, 0)
-
-
 def walk(key: CodesKey, stage: Any, list_rows: Any) -> Any:
     """A device function of 11 arguments, see `attend_split`."""
     K_SCALE, K_SHIFT, V_SCALE, V_SHIFT = DECODE.k_scale, DECODE.k_shift, DECODE.v_scale, DECODE.v_shift
@@ -50,12 +36,10 @@ def walk(key: CodesKey, stage: Any, list_rows: Any) -> Any:
     LANES, MINUS_INF, ONE = key.lanes, 0xFF800000, 0x3F800000
     BYTES, JOINED = key.bytes, key.joined
     KEY_SCALES = key.k.scale.channels == 0
-    EARLY, LENT = asked(key)
-    WEIGHED = 2 * EARLY + ROWS if BYTES else 0  # rows of V that `weigh_block` asks for
     K_TOKENS, V_TOKENS = key.k.scale.tokens, key.v.scale.tokens
     SHIFT_TOKENS = 0 if key.k.shift is None else key.k.shift.tokens
     CHANNEL_SCALES, SHIFTED, V_SHIFTED = not KEY_SCALES, key.k.shift is not None, key.v.shift is not None
-    RUN, TURNS, TURN_KEYS, FOLDED = key.run, key.turn > 0, max(key.turn, 1), CHANNEL_SCALES or SHIFTED
+    RUN, LENT, FOLDED = key.run, key.lent, CHANNEL_SCALES or SHIFTED
     K_AHEAD, V_AHEAD = (BYTES_AHEAD // max(1, n) for n in key.row_bytes)  # keys
     WIDTH = key.live_groups  # of V, scales of a key
 
@@ -81,7 +65,7 @@ def walk(key: CodesKey, stage: Any, list_rows: Any) -> Any:
     @device
     def score_block(tile, q, first, last, begin, i_h, k_rows, later, top, v_later):
         """Scores of a block and head, run by run of keys that share what is folded into Q. `v_later` are rows
-        of V to be asked for meanwhile, if any."""
+        of V to be asked for meanwhile."""
         args, s, j, run = tile.args, tile.s, first, BEYOND
         if RUN > 0:
             run = RUN
@@ -92,16 +76,14 @@ def walk(key: CodesKey, stage: Any, list_rows: Any) -> Any:
         while j < last:
             end = least(last, (j // run + 1) * run)
             if FOLDED:
-                if LENT:
-                    stage.ask_values(v_later, LENT * (end - j) // STEP, further(args, V_BATCH, V_AHEAD))
-                    v_later += LENT * (end - j) // STEP * 8
                 fold(tile, q, q, j, i_h)
             at = j // STEP * STEP
             vectors, far = ((end + STEP - 1) // STEP * STEP - at) // KEYS, (at - begin) * 8
             s_at, scales = s + (at - begin) * ROWS * 4, tile.stage + (at - begin) * 4
-            rows, ahead, factor, cap = k_rows + far, later + far, args.score_factor, args.score_cap
-            more, limits = further(args, K_BATCH, K_AHEAD), tile.limits
-            stage.scores_of_codes(rows, q, s_at, top, vectors, limits, at, factor, cap, ahead, more, scales)
+            keys, values = (k_rows + far, q, s_at, top, vectors), v_later + far * LENT // STEP
+            seen, change = (tile.limits, at), (args.score_factor, args.score_cap)
+            ahead = (later + far, further(args, K_BATCH, K_AHEAD), values, further(args, V_BATCH, V_AHEAD))
+            stage.scores_of_codes(*keys, *seen, *change, scales, *ahead)
             j = end
 
     @device
@@ -117,39 +99,18 @@ def walk(key: CodesKey, stage: Any, list_rows: Any) -> Any:
     weigh_block = _weighing(key, stage, copy_scales)
 
     @device
-    def run_of(block_n):
-        """Keys of a block that share what is folded into Q."""
-        return RUN if 0 < RUN < block_n else block_n
-
-    turns_of = namespace(fold, list_both, score_block, weigh_block, copy_entries, run_of)
-    attend_row = _by_turns(key, stage, turns_of) if TURNS else None
-
-    @device
     def attend_split(tile, k, v, key_lo, key_hi, all_lo, all_hi, state, heads, ready, beyond):
         """The keys [key_lo, key_hi) of `heads` kv heads, block by block; while one is read, the next rows of
-        K and V are prefetched. `ready` is 1 or 2 if the rows of the first are listed, in slot 0 or 1, or
-        SCORED if it is, as those after key_hi are afterwards, as far as there are keys before
-        `beyond`."""
+        K and V are prefetched. `ready` is 1 or 2 if the rows of the first are listed, in slot 0 or 1, as
+        those after key_hi are afterwards, as far as there are keys before `beyond`."""
         args = tile.args
         block, block_n, slot_bytes = tile.block, args.block_n, (args.block_n + LANES) * 8
         if not FOLDED:
             for i_h in range(heads):
                 q = tile.q + i_h * args.q_tile
                 stage.fold_query(q, q, tile.zero, tile.zero)
-        turns, turns_end, ahead, run = 0, 0, 0, run_of(block_n)
-        even = run % TURN_KEYS == 0 and block_n % run == 0 and RUN % run == 0 and block_n // run <= MOST_HEADS
-        far = args.seqlen_k * args.num_kv_heads * 2 * TURN_BYTES >= TURNS_FROM
-        if TURNS and even and far and heads == 1 and args.page_table == 0:
-            turns = (greatest(key_lo, all_lo) + block_n - 1) // block_n
-            turns_end = ahead = least(key_hi, all_hi) // block_n
-            if key_hi % block_n == 0 and key_hi + block_n <= least(beyond, all_hi):
-                ahead += 1  # to the next split
         i_n, end_n = key_lo // block_n, (key_hi + block_n - 1) // block_n
         while i_n < end_n:
-            if TURNS and turns <= i_n and i_n < turns_end:
-                attend_row(tile, k, v, i_n, turns_end, ahead, state, ready)
-                i_n, ready = turns_end, SCORED if ahead > turns_end else 0
-                continue
             first, last = greatest(i_n * block_n, key_lo), least((i_n + 1) * block_n, key_hi)
             begin, end = first // STEP * STEP, (last + STEP - 1) // STEP * STEP
             vectors = (end - begin) // KEYS
@@ -165,15 +126,13 @@ def walk(key: CodesKey, stage: Any, list_rows: Any) -> Any:
                 own, later = slot * slot_bytes, (1 - slot) * slot_bytes
                 k_rows, v_rows = tile.k_rows, tile.v_rows
                 stage.fill(block, 1, MINUS_INF)
-                q, asked_v = (
-                    tile.q + i_h * args.q_tile,
-                    v_rows + own + (STEP - LENT) * (end - begin) // STEP * 8,
-                )
-                score_block(tile, q, first, last, begin, i_h, k_rows + own, k_rows + later, block, asked_v)
-                more, later_v = further(args, V_BATCH, V_AHEAD), v_rows + later
+                q, unasked = tile.q + i_h * args.q_tile, (end - begin) // STEP * (STEP - LENT) * 8
+                own_k, own_v, later_k, later_v = k_rows + own, v_rows + own, k_rows + later, v_rows + later
+                score_block(tile, q, first, last, begin, i_h, own_k, later_k, block, own_v + unasked)
+                more = further(args, V_BATCH, V_AHEAD)
                 others = weigh_block(tile, block, first, last, begin, vectors, i_h, stats, later_v, more)
                 o, sums, count = stats + 2 * VECTOR, block + 2 * VECTOR, (end - begin) // JOINED
-                own_v, later_v = v_rows + own, later_v + WEIGHED * vectors // ROWS * 8
+                later_v += vectors * 8 if BYTES else 0
                 stage.accumulate_codes(own_v, tile.p, o, block, sums, count, later_v, more)
                 if BYTES and others != 0:
                     stage.weigh_others(tile.addresses, tile.p, sums, vectors)
@@ -189,7 +148,7 @@ def walk(key: CodesKey, stage: Any, list_rows: Any) -> Any:
 def _weighing(key: CodesKey, stage: Any, copy_scales: Any) -> Any:
     """A device function of 10 arguments that makes the scores of a block weights of its codes; it returns
     whether weights as bytes leave some of the other sign. Bytes prefetch rows of V that are read `later`."""
-    VECTOR, BYTES, ROWS, (EARLY, _) = key.lanes * 4, key.bytes, key.rows, asked(key)
+    VECTOR, BYTES = key.lanes * 4, key.bytes
 
     @device
     def weigh_block(tile, block, first, last, begin, vectors, i_h, stats, later, more):
@@ -202,14 +161,9 @@ def _weighing(key: CodesKey, stage: Any, copy_scales: Any) -> Any:
         )
         scales, size = copy_scales(tile, first, last, begin, i_h)
         if BYTES:
-            early, shifts = EARLY * vectors // ROWS, scales + size
-            stage.ask_values(later, early, more)
-            later += early * 8
-            others = stage.weigh_scores(
-                s, held, p, sums, vectors, scales, shifts, block, stats, scale, later, more
+            return stage.weigh_scores(
+                s, held, p, sums, vectors, scales, scales + size, block, stats, scale, later, more
             )
-            stage.ask_values(later + vectors * 8, early, more)
-            return others
         stage.online_softmax(s, vectors, block, stats, scale)
         stage.weigh_codes(s, held, p, sums, vectors, scales, scales + size)
         return 0
@@ -253,41 +207,3 @@ def _tables(stage: Any) -> tuple[Any, Any]:
             j = end
 
     return entry_at, copy_entries
-
-
-def _by_turns(key: CodesKey, stage: Any, own: Any) -> Any:
-    """A device function of 8 arguments, see `attend_row`."""
-    K_SCALE, K_TOKENS, KEY_SCALES = DECODE.k_scale, key.k.scale.tokens, key.k.scale.channels == 0
-    KEYS, VECTOR, RUN, TURN, MINUS_INF = key.lanes // key.rows, key.lanes * 4, key.run, key.turn, 0xFF800000
-
-    @device
-    def attend_row(tile, k, v, first, end, ahead, state, ready):
-        """The blocks [first, end) of keys of whole tensors, all of which the one row sees. `ready` is SCORED
-        if the first is, as block `end` is afterwards if `ahead` is larger."""
-        args, s, p, block_n, q = tile.args, tile.s, tile.p, tile.args.block_n, tile.q
-        o, sums, scales, run = state + 2 * VECTOR, tile.block + 2 * VECTOR, tile.stage, own.run_of(block_n)
-        k_step, v_step, vectors = word(args, K_BATCH + 2), word(args, V_BATCH + 2), block_n // KEYS
-        q_step = args.q_tile if run < block_n else 0
-        for i in range(first, end):
-            begin, last, odd = i * block_n, (i + 1) * block_n, i % 2
-            block, top = tile.block + odd * VECTOR, tile.block + (1 - odd) * VECTOR
-            if i == first and ready != SCORED:
-                own.list_both(tile, k, v, 0, begin, last, 0)
-                stage.fill(block, 1, MINUS_INF)
-                own.score_block(tile, q, begin, last, begin, 0, tile.k_rows, tile.v_rows, block, 0)
-            own.weigh_block(tile, block, begin, last, begin, vectors, 0, state, 0, 0)
-            if i + 1 < ahead:
-                stage.fill(top, 1, MINUS_INF)
-                if KEY_SCALES:
-                    own.copy_entries(tile, K_SCALE, K_TOKENS, scales, last, last + block_n, 0, 1)
-                if RUN > 0:
-                    for n in range(block_n // run):
-                        own.fold(tile, q, q + n * q_step, last + n * run, 0)
-                values, keys = (v + begin * v_step, v_step, p, o, block, sums), (k + last * k_step, k_step)
-                scores, change = (s, top, scales), (args.score_factor, args.score_cap)
-                stage.weigh_and_score(*values, *keys, q, q_step, *scores, block_n // TURN, *change)
-            else:
-                own.list_both(tile, k, v, 0, begin, last, 0)
-                stage.accumulate_codes(tile.v_rows, p, o, block, sums, block_n // 2, tile.v_rows, 0)
-
-    return attend_row

@@ -20,8 +20,8 @@ from typing import Any
 from llvmlite import ir
 
 from polyflash.backends.cpu.address_lists import PREFETCH_LEVEL
+from polyflash.backends.cpu.configs import STEP
 from polyflash.backends.cpu.decode_codes_integers import ROUNDED, Integers
-from polyflash.backends.cpu.decode_turns import MEMORY_PAGE
 from polyflash.backends.cpu.decode_units import sums_of_lanes
 from polyflash.backends.cpu.intrinsics import stage
 from polyflash.backends.cpu.simd import F32, I32, I64, Emitter, Value
@@ -36,10 +36,25 @@ class CodesTile(Integers):
     # S = K·Q
     @stage
     def scores_of_codes(
-        self, e: Emitter, k_rows, q, s, top, groups, limits, key, factor, cap, later, further, scales
+        self,
+        e: Emitter,
+        k_rows,
+        q,
+        s,
+        top,
+        groups,
+        limits,
+        key,
+        factor,
+        cap,
+        scales,
+        later,
+        further,
+        v_later,
+        v_further,
     ) -> None:
         """`scores` of the integers of Q at `q`; `scales` are those of keys, if K has any. Meanwhile what
-        lies `further` bytes behind the `later` rows is prefetched."""
+        lies `further` bytes behind the `later` rows of K, and likewise of V, is prefetched."""
         b, p_limits, planes = e.b, e.pointer(limits), e.at(e.pointer(q), self.key.planes)
         lo, width = e.load(p_limits, 0, e.vi), e.load(p_limits, e.bytes, e.vi)
         in_group = ir.Constant(e.vi, [lane // self.rows for lane in range(self.lanes)])
@@ -50,28 +65,33 @@ class CodesTile(Integers):
         score, change = self._score(e, e.pointer(q)), self._change_all(e, factor, cap)
         together = 4 * self.fours // self.keys if self.key.by_fours else 1  # vectors of scores
         sums_of = self._sums_by_fours if self.key.by_fours else self._sums_by_key(e)
+        keys = together * self.keys
+        lent = self.key.lent * keys // STEP
 
         def group(i: Value, values: list[Value]) -> list[Value]:
-            p_rows, p_s, largest, at, p_later, p_scales = values
+            p_rows, p_s, largest, at, p_later, p_scales, p_values = values
+            for n in range(lent):
+                row = e.at(e.pointer(e.load(p_values, 8 * n, I64)), v_further)
+                self._ask(e, row, self.key.v, self.key.head_dim_v)
             made = sums_of(e, p_rows, (p_later, further), planes)
             made = [score(x, e.at(p_scales, j * self.keys * 4)) for j, x in enumerate(made)]
-            places = [b.add(at, e.ints(j * self.keys)) for j in range(together)]
+            ids = [b.add(at, e.ints(j * self.keys)) for j in range(together)]
 
             def masked(x: list[Value]) -> list[Value]:
-                return [e.apply_mask(y, b.sub(n, lo), width) for y, n in zip(x, places, strict=True)]
+                return [e.apply_mask(y, b.sub(n, lo), width) for y, n in zip(x, ids, strict=True)]
 
             for j, x in enumerate(e.where(careful, change(made), masked)):
                 e.store(x, p_s, j * e.bytes)
                 largest = e.maximum(x, largest)
-            at = b.add(at, e.ints(together * self.keys))
-            keys = together * self.keys
+            at, p_s = b.add(at, e.ints(keys)), e.at(p_s, together * e.bytes)
             p_rows, p_later, p_scales = (
                 e.at(p, keys * n) for p, n in ((p_rows, 8), (p_later, 8), (p_scales, 4))
             )
-            return [p_rows, e.at(p_s, together * e.bytes), largest, at, p_later, p_scales]
+            return [p_rows, p_s, largest, at, p_later, p_scales, e.at(p_values, lent * 8)]
 
         p_top = e.pointer(top)
-        start = [e.pointer(k_rows), e.pointer(s), e.load(p_top), first, e.pointer(later), e.pointer(scales)]
+        places = (e.pointer(x) for x in (later, scales, v_later))
+        start = [e.pointer(k_rows), e.pointer(s), e.load(p_top), first, *places]
         e.store(e.loop(b.udiv(groups, I64(together)), start, group)[2], p_top)
 
     def _score(self, e: Emitter, tile: Value) -> Callable[[Value, Value], Value]:
@@ -164,13 +184,8 @@ class CodesTile(Integers):
         x = e.load(p, 0, ir.VectorType(F32, self.keys * groups))
         return e.shuffle(x, x, [lane // self.rows * groups + group for lane in range(self.lanes)])
 
-    def _held_integers(self, e: Emitter, planes: Value) -> list[Value]:
-        """Load Q in the order in which `_products` meets it."""
-        vectors = len(self._units_of(self.key.k, self.key.head_dim)) * self._step(self.key.k) * self.rows
-        return [e.load(planes, n * e.bytes, self.words) for n in range(vectors)]
-
-    def _products(self, e: Emitter, row: Value, q: Value | list[Value]) -> list[Value]:
-        """A vector of partial sums of one key for every row of Q, which is an address or held."""
+    def _products(self, e: Emitter, row: Value, planes: Value) -> list[Value]:
+        """A vector of partial sums of one key for every row of Q."""
         codes, step = self.key.k, self._step(self.key.k)
         sums: list[Value] = [e.ints(0)] * self.rows
         for u in self._units_of(codes, self.key.head_dim):
@@ -179,8 +194,7 @@ class CodesTile(Integers):
                 part = self._part(e, x, codes, n)
                 for r in range(self.rows):
                     at = (u * step + n) * self.rows + r
-                    y = q[at] if isinstance(q, list) else e.load(q, at * e.bytes, self.words)
-                    sums[r] = self._dot(e, sums[r], part, y)
+                    sums[r] = self._dot(e, sums[r], part, e.load(planes, at * e.bytes, self.words))
         return sums
 
     # weights
@@ -265,13 +279,6 @@ class CodesTile(Integers):
         ]
         return e.shuffle(y, y, order)
 
-    @stage
-    def ask_values(self, e: Emitter, rows, count, further) -> None:
-        """Prefetches rows of V that are read later."""
-        with e.walk(count, (rows, 8)) as (place,):
-            row = e.at(e.pointer(e.load(place, 0, I64)), further)
-            self._ask(e, row, self.key.v, self.key.head_dim_v)
-
     # O = alpha·O + P·V
     @stage
     def accumulate_codes(self, e: Emitter, v_rows, pairs, o, alpha, sums, count, later, further) -> None:
@@ -334,44 +341,6 @@ class CodesTile(Integers):
                     x = e.fma(e.b.sitofp(x, e.vf), unit, added)
                     place = (u * self.rows + r) * self.parts * e.bytes + (2 * n + half) * e.bytes
                     e.store(e.fma(shrink, e.load(p_o, place), x), p_o, place)
-
-    # V of a block and K of the next by turns
-    @stage
-    def weigh_and_score(
-        self, e: Emitter, v, v_step, p, o, alpha, sums, k, k_step, q, q_step, s, top, w, turns, factor, cap
-    ) -> None:
-        """`accumulate_codes`, and scores of as many keys, for one row that sees them all; by turns of
-        `key.turn` keys whose rows lie `k_step` and `v_step` bytes apart. Q of the next run lies `q_step`
-        bytes on; `w` are scales of K's keys. The loops are short, so that the most loads are under way at
-        once, and no phase is long: the machine's own prefetchers follow both places and are never long at
-        rest. They stop at the end of a page of memory; so a line of each row a page ahead is asked for."""
-        key, b, keys, ((own, columns),) = self.key, e.b, self.key.turn, self._walks()
-        pair, rows = key.value_groups * 4, [(x, b.mul(by, I64(keys))) for x, by in ((v, v_step), (k, k_step))]
-        places = *rows, (p, pair * keys // 2), (s, 4 * keys), (w, 4 * keys)
-        carried = {"acc": [e.ints(0)] * (2 * len(columns)), "top": e.load(e.pointer(top))}
-        p_sums = b.alloca(e.vi, size=keys)
-        with e.walk(turns, *places, carried=carried) as turn:
-            p_v, p_k, p_pairs, p_s, p_scales = turn
-            run = b.udiv(turn.index, I64(max(1, key.run // keys)))
-            tile = e.at(e.pointer(q), b.mul(run, q_step))
-            held = self._held_integers(e, e.at(tile, key.planes))
-            with e.walk(keys, (p_k, k_step), (p_sums, e.bytes), rolled=True) as (row, out):
-                e.prefetch(e.at(row, MEMORY_PAGE), PREFETCH_LEVEL)
-                e.store(self._products(e, row, held)[0], out)
-            both = (p_v, b.mul(v_step, I64(2))), (p_pairs, pair)
-            with e.walk(keys // 2, *both, rolled=True, carried={"acc": turn.acc}) as walk:
-                rows = [walk[0], e.at(walk[0], v_step)]
-                for row in rows:
-                    e.prefetch(e.at(row, MEMORY_PAGE), PREFETCH_LEVEL)
-                walk.acc = self._weigh_keys(e, rows, walk[1], walk.acc, own, columns)
-            turn.acc, score, change = walk.acc, self._score(e, tile), self._change(e, factor, cap)
-            for n in range(0, keys, self.keys):
-                parts = [e.load(p_sums, (n + m) * e.bytes, e.vi) for m in range(self.keys)]
-                x = change(score(sums_of_lanes(e, parts), e.at(p_scales, 4 * n)))
-                e.store(x, p_s, 4 * n)
-                turn.top = e.maximum(x, turn.top)
-        e.store(turn.top, e.pointer(top))
-        self._add_values(e, turn.acc, o, alpha, sums, own, columns)
 
     def _walks(self) -> list[tuple[range, list[tuple[int, int]]]]:
         """Rows, and units and parts of V's words, whose sums are made in one walk over the keys."""

@@ -19,7 +19,6 @@ from polyflash.target import Target
 READ = ("int8", "int4")  # codes that become 16-bit integers in registers
 MOST_CHANNELS = 256
 STATS = 3  # vectors behind the planes of Q: scale, sum of shifts, and what the middle of codes adds, of a row
-TURN, TURN_BYTES = 32, 128  # keys, and bytes of a row
 BLOCK_CHANNELS = 32  # of V that share a scale, unless all do: whole 128-bit lanes
 
 
@@ -100,11 +99,11 @@ class CodesKey(DecodeKey):
         return min((n for n in tables if n), default=0)
 
     @property
-    def turn(self) -> int:
-        """Keys of K, and then of V, that are read by turns; 0: none, as several rows are bound by arithmetic,
-        and rows of K or V in a single line gained nothing."""
-        alone = self.isa == "avx512" and self.rows == 1 and self.k.dtype == self.v.dtype == "int8"
-        return min(self.run or TURN, TURN) if alone and self.row_bytes == (TURN_BYTES, TURN_BYTES) else 0
+    def lent(self) -> int:
+        """Rows of V per STEP keys of products of bytes that are prefetched with the scores: what is neither
+        with the weights, one per vector, nor in the walk over V, which is too quick for more than half. The
+        more evenly over a block, the less memory waits, and the less loads wait behind prefetches."""
+        return STEP // 2 - self.rows if self.bytes else 0
 
     @property
     def value_groups(self) -> int:
