@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -139,3 +141,29 @@ def test_keys_are_listed():
         assert all(re.fullmatch("[a-z0-9_]+", key.name) for key in keys)
         for scheme in SCHEMES.values() if keys else ():
             assert quantize_configs.key_for(scheme, "bfloat16", known) in keys
+
+
+def asks_for_huge_pages(address: int) -> bool:
+    """Does the mapping of an address stand for huge pages, by what the system says of it?"""
+    found = False
+    for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
+        if bounds := re.match("([0-9a-f]+)-([0-9a-f]+) ", line):
+            found = int(bounds[1], 16) <= address < int(bounds[2], 16)
+        elif found and line.startswith("VmFlags:"):
+            return "hg" in line.split()
+    raise AssertionError(f"no mapping at {address:#x}")
+
+
+_SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+@pytest.mark.skipif(
+    not _SETTING.exists() or "[never]" in _SETTING.read_text(encoding="utf-8"), reason="no huge pages here"
+)
+def test_large_codes_and_tables_are_asked_for_on_huge_pages():
+    scheme = Scheme(channels=4, symmetric=False)  # 4 MiB of each, and no more than one page at their start
+    made = public(torch.zeros(1, 4, 8192, 128, dtype=torch.bfloat16), scheme)
+    for x in (made.codes, made.scale, made.shift):
+        assert x is not None and asks_for_huge_pages(x.data_ptr() + (2 << 20))
+    other = torch.frombuffer(mmap.mmap(-1, 8 << 20), dtype=torch.uint8)
+    assert not asks_for_huge_pages(other.data_ptr()), "all memory does, so this test sees nothing"

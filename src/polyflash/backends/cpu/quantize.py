@@ -18,7 +18,7 @@ from polyflash.backends.cpu import arguments, pool, quantize_configs, runtime
 from polyflash.backends.cpu.words import Group, Quantize
 from polyflash.errors import UnsupportedError
 from polyflash.quant.scheme import KINDS, Scheme
-from polyflash.storages import near, stored
+from polyflash.storages import near, on_huge_pages, stored
 
 VALUES_PER_US = 1500  # that one core makes codes of: what the thread decision assumes
 PART_VALUES = 1 << 13  # of a unit, about
@@ -72,9 +72,10 @@ def encode(
     form = scheme.codes
     batch, heads, seqlen, head_dim = x.shape
     x = near(x if x.stride(3) == 1 or head_dim == 1 else x.contiguous())
-    codes = x.new_empty((*x.shape[:3], head_dim // form.packed), dtype=torch.uint8)
-    scale = x.new_empty((batch, heads, *form.scale.counts(seqlen, head_dim)), dtype=torch.float32)
-    shift = None if scheme.symmetric else torch.empty_like(scale)
+    codes = on_huge_pages(x.new_empty((*x.shape[:3], head_dim // form.packed), dtype=torch.uint8))
+    entries = batch, heads, *form.scale.counts(seqlen, head_dim)
+    scale = on_huge_pages(x.new_empty(entries, dtype=torch.float32))
+    shift = None if scheme.symmetric else on_huge_pages(torch.empty_like(scale))
     number = np.arange(batch, dtype=np.int64)
     groups = np.zeros((batch, len(Group._fields)), dtype=np.int64)
     groups[:, 0] = x.data_ptr() + number * x.stride(0) * x.itemsize
