@@ -143,6 +143,17 @@ def test_keys_are_listed():
             assert quantize_configs.key_for(scheme, "bfloat16", known) in keys
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("channels", [128, 96, 80, 12, 3, 1])
+def test_few_rows_are_rotated_with_the_bits_of_the_codec(channels: int, dtype: torch.dtype):
+    x = torch.randn(3, 2, 1, channels, generator=torch.Generator().manual_seed(channels)).to(dtype)
+    negative, endless = -torch.zeros_like(x), x.clone()
+    endless[1, 1] = float("inf")
+    for rows in (x, negative, endless):
+        got, want = (torch.nan_to_num(f(rows).float(), nan=7e7) for f in (quantize.rotate, codec.rotate))
+        assert torch.equal(got.view(torch.int32), want.view(torch.int32))
+
+
 def asks_for_huge_pages(address: int) -> bool:
     """Does the mapping of an address stand for huge pages, by what the system says of it?"""
     found = False
