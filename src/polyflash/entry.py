@@ -102,8 +102,8 @@ def opened_of(bound: Bound, target: str | Target | None = None) -> Opened:
 
 
 def read_in_walk(bound: Bound, call: Opened) -> Bound | None:
-    """A call over codes as one of tensors, if a kernel reads them in its walk and that is all."""
-    if call.rotated or call.q is not bound.q or not call.args.codes:
+    """A call over codes as one of tensors, if a kernel reads them in its walk and nothing follows."""
+    if call.rotated or not call.args.codes:
         return None
     return bound._replace(q=call.q, k=call.k, v=call.v, args=call.args)
 

@@ -20,10 +20,11 @@ from polyflash.counting import Tally
 from polyflash.entry import Bound
 from polyflash.likeness import alike, unwatched
 from polyflash.plan import Launch
+from polyflash.quant import codec
 from polyflash.quant.tensor import QuantizedTensor
 from polyflash.routes import backend_in_use, compiling, quiet, tracing
 from polyflash.spec import DECODE_ROWS, MANY_KEYS, MOST_POSITIONS, is_decode
-from polyflash.storages import span
+from polyflash.storages import span, stored
 
 Results = tuple[Tensor, Tensor]
 Key = tuple[Any, ...]
@@ -120,7 +121,10 @@ def of_codes(
         forms += tuple((x.shape, x.stride()) for x in tables)
     if key is None or type(key[-1]) is not bool or quiet(q, *tables) is None:
         return None, ()
-    return (key[0], forms, key), (q, k.codes, v.codes, *paged, *tables)
+    whole = key[0], forms, key
+    if k.scheme.rotation != "none" and _known.get(whole) is not None and stored(q):  # else it is refused
+        q = codec.one_pass("cpu").rotate(q)
+    return whole, (q, k.codes, v.codes, *paged, *tables)
 
 
 def at_once(q: Tensor, k: Any, v: Any, options: Key) -> Tensor | None:

@@ -129,6 +129,30 @@ def test_schemes_are_part_of_what_is_known():
         assert torch.equal(attention(q, k, v), whole_way(lambda: attention(q, k, v)))
 
 
+@pytest.mark.parametrize("pages", [False, True])
+def test_known_calls_over_rotated_keys_rotate_their_queries(planned, pages):  # noqa: F811
+    schemes, layout = (Scheme(rotation="hadamard"), Scheme(dtype="int4")), "bshd" if pages else "bhsd"
+    x = torch.randn(4, 64, KV_HEADS, DIM) if pages else torch.randn(2, KV_HEADS, 640, DIM)
+    k, v = (quantize(x.to(torch.bfloat16), scheme, layout=layout) for scheme in schemes)
+    table, lens = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32), torch.tensor([70, 128])
+
+    def call(q: Tensor, k: QuantizedTensor) -> Tensor:
+        return attention_paged(q, k, v, table, lens) if pages else attention(q, k, v)
+
+    queries = torch.randn(3, 2, HEADS, *[1] * (not pages), DIM).to(torch.bfloat16)
+    call(queries[0], k)
+    for q in queries:
+        planned.clear()
+        given, got = q.clone(), call(q, k)
+        assert not planned and torch.equal(q, given)
+        assert torch.equal(got, whole_way(lambda: call(q, k)))  # noqa: B023
+        assert not torch.equal(got, call(q, replace(k, scheme=Scheme())))
+    short = queries[0].clone()
+    short.untyped_storage().resize_(short.nbytes - 4)
+    with pytest.raises(SpecError, match="storage"):
+        call(short, k)
+
+
 def test_gradients_are_not_lost():
     q, k, v = coded("int8", 640)
     attention(q, k, v)

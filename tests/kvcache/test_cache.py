@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import polyflash
-from polyflash import SpecError, UnsupportedError
+from polyflash import SpecError, UnsupportedError, storages
 from polyflash.kvcache import KVCache, OutOfPages, Request, Rope, layout, write_tokens
 from polyflash.kvcache import cache as module
 from tests.kvcache.plain import (
@@ -595,17 +595,17 @@ def test_layers_may_be_many_and_requests_none():
 @pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="no system that gives huge pages to who asks")
 def test_pools_may_be_huge_pages_of_memory(monkeypatch: pytest.MonkeyPatch):
     asked: list[tuple[int, int]] = []
-    monkeypatch.setattr(layout, "_may_be_huge", lambda *x: asked.append(x))
+    monkeypatch.setattr(storages, "_may_be_huge", lambda *x: asked.append(x))
     cache = KVCache(1000, 16, 2, 64, head_dim_v=128)  # 8 and 16 MiB
     for pools, (start, size) in zip((cache.k_pages, cache.v_pages), asked, strict=True):
         first, end = pools[0].data_ptr(), pools[0].data_ptr() + pools[0].nbytes
-        assert start % layout._HUGE == size % layout._HUGE == 0 and first <= start < start + size <= end
-        assert start - first < layout._HUGE and end - start - size < layout._HUGE
+        assert start % storages._HUGE == size % storages._HUGE == 0 and first <= start < start + size <= end
+        assert start - first < storages._HUGE and end - start - size < storages._HUGE
     asked.clear()
     KVCache(4, 16, 2, 64)
     KVCache(1000, 16, 2, 64, device="meta")
     assert not asked
     monkeypatch.undo()
-    layout._may_be_huge(0, 1 << 21)  # refused: nothing is there
+    storages._may_be_huge(0, 1 << 21)  # refused: nothing is there
     with torch._subclasses.fake_tensor.FakeTensorMode():
         assert layout.empty_pool((1 << 22,), torch.float32, "cpu").shape == (1 << 22,)

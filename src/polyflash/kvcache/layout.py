@@ -6,9 +6,6 @@ are 64-bit numbers throughout."""
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import mmap
 from collections.abc import Sequence
 from typing import Literal
 
@@ -19,9 +16,9 @@ from torch import Tensor
 from polyflash.errors import described, spec_error
 from polyflash.kvcache.handles import is_ints
 from polyflash.mask import is_strided
+from polyflash.storages import on_huge_pages
 from polyflash.validate import overlaps
 
-_HUGE = 2 << 20  # bytes of a huge page
 PoolLayout = Literal["NHD", "HND"]
 _SHAPES = {
     "NHD": "(num_pages, page_size, num_kv_heads, head_dim)",
@@ -51,21 +48,8 @@ def layers_of(name: str, pools: Tensor | Sequence[Tensor], layout: PoolLayout) -
 
 
 def empty_pool(shape: Sequence[int], dtype: torch.dtype | None, device: torch.device | str | None) -> Tensor:
-    """An uninitialised tensor. On Linux CPUs its memory may consist of huge pages, where the system grants
-    them on request: small pages of keys in no order are then read a few percent faster."""
-    pool = torch.empty(tuple(shape), dtype=dtype, device=device)
-    if type(pool) is Tensor and pool.device.type == "cpu" and hasattr(mmap, "MADV_HUGEPAGE"):
-        start, end = -(-pool.data_ptr() // _HUGE) * _HUGE, (pool.data_ptr() + pool.nbytes) // _HUGE * _HUGE
-        if start < end:
-            _may_be_huge(start, end - start)
-    return pool
-
-
-def _may_be_huge(address: int, size: int) -> None:
-    """Asks for huge pages behind untouched memory. Where the system refuses, nothing is lost."""
-    with contextlib.suppress(OSError, AttributeError):
-        advise = ctypes.CDLL(None).madvise
-        advise(ctypes.c_void_p(address), ctypes.c_size_t(size), mmap.MADV_HUGEPAGE)
+    """An uninitialised tensor, on huge pages of memory where the system grants them."""
+    return on_huge_pages(torch.empty(tuple(shape), dtype=dtype, device=device))
 
 
 def check_pools(k_pages: Sequence[Tensor], v_pages: Sequence[Tensor]) -> None:

@@ -8,13 +8,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from polyflash import backends, plan, validate
+from polyflash import backends, plan, routes, validate
 from polyflash import target as targets
 from polyflash.quant import codec
 from polyflash.quant.scheme import Codes, text_of
 from polyflash.quant.tensor import KV, QuantizedTensor
 from polyflash.routes import any_requires_grad, class_of, requested_backend, spec_of, without_gradients
 from polyflash.spec import MANY_KEYS, MOST_SHARED_ROWS, Arguments, Feature, length_class
+from polyflash.storages import check_storages
 from polyflash.target import Target
 
 
@@ -39,6 +40,8 @@ def opened(q: Tensor, k: KV, v: KV, args: Arguments, device: str | Target | None
     if not alike or q.shape[3] != channels:  # the op says the rest
         validate.check_shapes(q, codes_k, codes_v, args.page_table is not None, coded.codes)
     if _rotates(k):
+        if not torch.compiler.is_compiling() and routes.is_plain(q):
+            check_storages({"q": q})
         q = codec.rotate(q)
     if _in_walk(q, codes_k, codes_v, coded, k, v, device):
         return Opened(q, codes_k, codes_v, coded, _rotates(v), f"codes: {coded.codes}, read in the walk")

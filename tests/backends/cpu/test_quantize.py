@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -139,3 +141,40 @@ def test_keys_are_listed():
         assert all(re.fullmatch("[a-z0-9_]+", key.name) for key in keys)
         for scheme in SCHEMES.values() if keys else ():
             assert quantize_configs.key_for(scheme, "bfloat16", known) in keys
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("channels", [128, 96, 80, 12, 3, 1])
+def test_few_rows_are_rotated_with_the_bits_of_the_codec(channels: int, dtype: torch.dtype):
+    x = torch.randn(3, 2, 1, channels, generator=torch.Generator().manual_seed(channels)).to(dtype)
+    negative, endless = -torch.zeros_like(x), x.clone()
+    endless[1, 1] = float("inf")
+    for rows in (x, negative, endless):
+        got, want = (torch.nan_to_num(f(rows).float(), nan=7e7) for f in (quantize.rotate, codec.rotate))
+        assert torch.equal(got.view(torch.int32), want.view(torch.int32))
+
+
+def asks_for_huge_pages(address: int) -> bool:
+    """Does the mapping of an address stand for huge pages, by what the system says of it?"""
+    found = False
+    for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
+        if bounds := re.match("([0-9a-f]+)-([0-9a-f]+) ", line):
+            found = int(bounds[1], 16) <= address < int(bounds[2], 16)
+        elif found and line.startswith("VmFlags:"):
+            return "hg" in line.split()
+    raise AssertionError(f"no mapping at {address:#x}")
+
+
+_SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+@pytest.mark.skipif(
+    not _SETTING.exists() or "[never]" in _SETTING.read_text(encoding="utf-8"), reason="no huge pages here"
+)
+def test_large_codes_and_tables_are_asked_for_on_huge_pages():
+    scheme = Scheme(channels=4, symmetric=False)  # 4 MiB of each, and no more than one page at their start
+    made = public(torch.zeros(1, 4, 8192, 128, dtype=torch.bfloat16), scheme)
+    for x in (made.codes, made.scale, made.shift):
+        assert x is not None and asks_for_huge_pages(x.data_ptr() + (2 << 20))
+    other = torch.frombuffer(mmap.mmap(-1, 8 << 20), dtype=torch.uint8)
+    assert not asks_for_huge_pages(other.data_ptr()), "all memory does, so this test sees nothing"

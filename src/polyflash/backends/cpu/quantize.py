@@ -4,8 +4,9 @@ shifts, bit for bit those of quant/codec.py.
 
 from __future__ import annotations
 
+import ctypes
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -15,10 +16,12 @@ from torch import Tensor
 
 from polyflash import target
 from polyflash.backends.cpu import arguments, pool, quantize_configs, runtime
+from polyflash.backends.cpu.quantize_configs import RotateKey
 from polyflash.backends.cpu.words import Group, Quantize
 from polyflash.errors import UnsupportedError
+from polyflash.quant import codec
 from polyflash.quant.scheme import KINDS, Scheme
-from polyflash.storages import near, stored
+from polyflash.storages import near, on_huge_pages, stored
 
 VALUES_PER_US = 1500  # that one core makes codes of: what the thread decision assumes
 PART_VALUES = 1 << 13  # of a unit, about
@@ -45,8 +48,12 @@ def kernel_for(scheme: Scheme, dtype: torch.dtype) -> int:
     """Address of the quantiser of values of `dtype`; 0 if the codec alone has the scheme, or no compiler of
     this machine imports: bits are the same."""
     key = quantize_configs.key_for(scheme, str(dtype).removeprefix("torch."), target.detect("cpu"))
+    return 0 if key is None else _address(key)
+
+
+def _address(key: runtime.Key) -> int:
     try:
-        return 0 if key is None else runtime.load(key)
+        return runtime.load(key)
     except UnsupportedError:
         return 0
 
@@ -72,9 +79,10 @@ def encode(
     form = scheme.codes
     batch, heads, seqlen, head_dim = x.shape
     x = near(x if x.stride(3) == 1 or head_dim == 1 else x.contiguous())
-    codes = x.new_empty((*x.shape[:3], head_dim // form.packed), dtype=torch.uint8)
-    scale = x.new_empty((batch, heads, *form.scale.counts(seqlen, head_dim)), dtype=torch.float32)
-    shift = None if scheme.symmetric else torch.empty_like(scale)
+    codes = on_huge_pages(x.new_empty((*x.shape[:3], head_dim // form.packed), dtype=torch.uint8))
+    entries = batch, heads, *form.scale.counts(seqlen, head_dim)
+    scale = on_huge_pages(x.new_empty(entries, dtype=torch.float32))
+    shift = None if scheme.symmetric else on_huge_pages(torch.empty_like(scale))
     number = np.arange(batch, dtype=np.int64)
     groups = np.zeros((batch, len(Group._fields)), dtype=np.int64)
     groups[:, 0] = x.data_ptr() + number * x.stride(0) * x.itemsize
@@ -96,6 +104,24 @@ def _hadamard(channels: int) -> tuple[int, int]:
     """How many channels are rotated together, and the factor of their sums: bits of a float32."""
     size = channels & -channels
     return size, int(np.float32(size**-0.5).view(np.int32))
+
+
+@lru_cache(maxsize=8)
+def _rotation(dtype: torch.dtype) -> Callable[..., None] | None:
+    """(rows, their results in float32, how many, channels, channels rotated together, factor), or None."""
+    key = RotateKey(target.detect("cpu").arch, str(dtype).removeprefix("torch."))
+    address = _address(key)
+    return ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 6)(address) if address else None
+
+
+def rotate(x: Tensor) -> Tensor:
+    """`codec.rotate` of few rows, of which there are some. They are contiguous, stored and `is_readable`."""
+    kernel = _rotation(x.dtype)
+    if kernel is None:
+        return codec.rotate(x)
+    out, channels = torch.empty_like(x, dtype=torch.float32), x.shape[-1]
+    kernel(x.data_ptr(), out.data_ptr(), x.numel() // channels, channels, *_hadamard(channels))
+    return out.to(x.dtype)
 
 
 def launch(

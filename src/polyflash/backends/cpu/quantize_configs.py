@@ -49,6 +49,19 @@ class QuantizeKey:
         return _FLOATS[self.dtype]
 
 
+@dataclass(frozen=True, slots=True)
+class RotateKey:
+    """The key of what rotates rows of one dtype."""
+
+    isa: str
+    storage: str
+    builder: str = "polyflash.backends.cpu.kernels.rotate"
+
+    @property
+    def name(self) -> str:
+        return f"rotate_{self.isa}_{self.storage}"
+
+
 def key_for(scheme: Scheme, storage: str, target: Target) -> QuantizeKey | None:
     """The quantiser of a scheme, or None if the codec alone has it."""
     shared = scheme.codes.scale.channels
