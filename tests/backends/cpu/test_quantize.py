@@ -176,5 +176,6 @@ def test_large_codes_and_tables_are_asked_for_on_huge_pages():
     made = public(torch.zeros(1, 4, 8192, 128, dtype=torch.bfloat16), scheme)
     for x in (made.codes, made.scale, made.shift):
         assert x is not None and asks_for_huge_pages(x.data_ptr() + (2 << 20))
+        assert x.data_ptr() % mmap.PAGESIZE == 0 and x.is_contiguous()
     other = torch.frombuffer(mmap.mmap(-1, 8 << 20), dtype=torch.uint8)
     assert not asks_for_huge_pages(other.data_ptr()), "all memory does, so this test sees nothing"
