@@ -117,6 +117,10 @@ class Prepared(forward.Prepared):
         for name, codes, x in zip("KV", codes_of(args.codes), (q, out), strict=True):
             if codes is not None:
                 sides |= _side(name, codes, x.shape[3], block_n, page_size)
+        halves = PARTS[q.dtype] == 1 and self.target.kind != "hip"
+        for name in "KV":
+            is_key = sides[f"{name}_SCALE"] == "key"
+            sides[f"{name}_HALF"] = halves and is_key and sides[f"{name}_PER"] == 2
         floats = "fp8" in sides["K_CODES"] + sides["V_CODES"]
         arch = self.target.arch.removeprefix("sm")
         ptx = self.target.kind == "cuda" and not (floats and int(arch) < _PTX_FLOATS)

@@ -158,7 +158,7 @@ def choose_decode(spec: AttentionSpec, target: Target) -> DecodeConfig:
         rows = min(rows, MOST_CODED_ROWS)
         few = most_rows(spec) * spec.group <= TURNED_ROWS and spec.dtype != "float32"
         if few and target.kind != "hip" and scales_channels(spec.codes):
-            rows = TURNED_ROWS
+            rows = TURNED_ROWS // 2 if 0 < most_rows(spec) * spec.group <= TURNED_ROWS // 2 else TURNED_ROWS
     if target.kind == "cpu":
         return DecodeConfig(rows, LEAST, 4, 1, 4 * LEAST)  # few keys make several splits
     if spec.codes:
@@ -230,7 +230,7 @@ def _choose_coded(spec: AttentionSpec, target: Target, rows: int) -> DecodeConfi
     bits = sum(
         KINDS[x.dtype].bits * dim for x, dim in zip(codes, (spec.head_dim, spec.head_dim_v), strict=False)
     )
-    keys = max(block_n, _split_keys(spec, target, rows, bits // 8))
+    keys = max(block_n, _split_keys(spec, target, max(rows, TURNED_ROWS), bits // 8))
     return DecodeConfig(rows, block_n, warps, stages, keys, max_registers=registers)
 
 

@@ -69,6 +69,27 @@ def unpacked(b_w, CLASS: tl.constexpr, CODES: tl.constexpr):
     return tl.inline_asm_elementwise(_unpack(CLASS, CODES), "=r,r", [b_w], tl.bfloat16, True, 2)
 
 
+@triton.constexpr_function
+def _unpack_bytes(codes: str) -> str:
+    """Both classes of two words of bytes as two float16 each; int8 are put below the bits of 1024."""
+    if codes == "int8":
+        lines = [".reg .b32 x, a, b;", "xor.b32 x, $2, 0x80808080; mov.b32 b, 0xE480E480;"]
+        lines += ["prmt.b32 a, x, 0x64646464, 0x4240; add.rn.f16x2 $0, a, b;"]
+        lines += ["prmt.b32 a, x, 0x64646464, 0x4341; add.rn.f16x2 $1, a, b;"]
+    else:
+        kind = codes.removeprefix("fp8_")
+        lines = [".reg .b32 x; .reg .b16 lo, hi;", "prmt.b32 x, $2, 0, 0x3120; mov.b32 {lo, hi}, x;"]
+        lines += [f"cvt.rn.f16x2.{kind}x2 $0, lo; cvt.rn.f16x2.{kind}x2 $1, hi;"]
+    return "{ " + " ".join(lines) + " }"
+
+
+@triton.jit
+def unpacked_bytes(b_w, CODES: tl.constexpr):
+    """The codes of both classes of channels of 16-bit words, float16."""
+    kinds: tl.constexpr = (tl.float16, tl.float16)
+    return tl.inline_asm_elementwise(_unpack_bytes(CODES), "=r,=r,r", [b_w], kinds, True, 2)
+
+
 _HALVES: tl.constexpr = tl.constexpr(
     "{ .reg .b32 x, y; cvt.rn.bf16x2.f32 $0, $3, $2; shl.b32 x, $0, 16; and.b32 y, $0, 0xFFFF0000;"
     " sub.rn.f32 x, $2, x; sub.rn.f32 y, $3, y; cvt.rn.bf16x2.f32 $1, y, x; }"
