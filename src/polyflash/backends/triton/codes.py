@@ -72,6 +72,13 @@ def _side(name: str, codes: Codes, dim: int, block_n: int, page_size: int) -> di
     return {f"{name}_{key}": value for key, value in side.items()}
 
 
+def _groups_pair(codes: Codes | None, sides: dict[str, Any]) -> bool:
+    """Have groups of 8 words of V scales, and are there pairs of them for two warps?"""
+    assert codes is not None
+    same = codes.shift is None or codes.shift.channels == codes.scale.channels
+    return same and sides["V_SCALE"] == "element" and codes.scale.channels == 32 and sides["V_WORDS"] >= 32
+
+
 class Prepared(forward.Prepared):
     """A route's memory between calls."""
 
@@ -121,6 +128,8 @@ class Prepared(forward.Prepared):
         for name in "KV":
             is_key = sides[f"{name}_SCALE"] == "key"
             sides[f"{name}_HALF"] = halves and is_key and sides[f"{name}_PER"] == 2
+        few = alone and self.config.block_m == 4 and PARTS[q.dtype] == 1
+        sides["V_GROUPED"] = few and _groups_pair(codes_of(args.codes)[1], sides)
         floats = "fp8" in sides["K_CODES"] + sides["V_CODES"]
         arch = self.target.arch.removeprefix("sm")
         ptx = self.target.kind == "cuda" and not (floats and int(arch) < _PTX_FLOATS)

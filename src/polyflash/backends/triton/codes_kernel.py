@@ -24,8 +24,11 @@ from polyflash.backends.triton.codes_tiles import (
     decoded,
     dot,
     fitted,
+    load_grouped,
     of_channels,
     of_class,
+    of_groups,
+    of_own_group,
     offsets_of_block,
     once,
     ones,
@@ -272,6 +275,32 @@ def add_class(CLASS: tl.constexpr, acc, weights, b_w, keys, side, rows, place, t
 
 
 @triton.jit
+def add_groups(b_p, alpha, sums, keys, side, rows, place, t, c):
+    """`add_block` of 4 rows where groups of 8 words have scales: weights are scaled, not V, by the scales of
+    either group of a pair as columns of a product of both, of which each has its own at the end."""
+    PAIRS: tl.constexpr = side.WORDS // 16
+    HIGH: tl.constexpr = side.CODES == "int4"
+    o_v, _ = offsets_of_block(keys.j_0, t.v, rows, place, t, c)
+    b_w, b_p = load_grouped(o_v, keys.m_n, side, t, c), tl.trans(b_p)[None, :, :, None]
+    b_x = b_p * of_groups(keys, t.v_scale, side.TOKENS, side, rows, place, t, c)
+    b_x = b_x.reshape(PAIRS, c.BLOCK_N, 8).to(tl.bfloat16)
+    b_one = tl.full([PAIRS, 16, c.BLOCK_N], 1.0, tl.float32)
+    b_o = tl.zeros([PAIRS, 16, 8], tl.float32)
+    if HIGH:
+        b_o = tl.dot((b_one * -136.0).to(tl.bfloat16), b_x)
+    if side.SHIFT != "":
+        b_t = b_p * of_groups(keys, t.v_shift, side.SHIFT_TOKENS, side, rows, place, t, c)
+        b_o = tl.dot(b_one.to(tl.bfloat16), b_t.reshape(PAIRS, c.BLOCK_N, 8).to(tl.bfloat16), b_o)
+    b_alpha = tl.broadcast_to(twice(alpha, c)[None, None, :], b_o.shape)
+    CODES: tl.constexpr = "int4+136" if HIGH else side.CODES
+    acc0 = tl.fma(sums.acc0, b_alpha, tl.dot(decoded(b_w, 0, CODES, c.PTX), b_x, b_o))
+    acc1 = tl.fma(sums.acc1, b_alpha, tl.dot(decoded(b_w, 1, CODES, c.PTX), b_x, b_o))
+    acc2 = tl.fma(sums.acc2, b_alpha, tl.dot(decoded(b_w, 2, CODES, c.PTX), b_x, b_o))
+    acc3 = tl.fma(sums.acc3, b_alpha, tl.dot(decoded(b_w, 3, CODES, c.PTX), b_x, b_o))
+    return CodedSums(sums.m_i, sums.l_i, sums.l_lost, sums.shifts, acc0, acc1, acc2, acc3, sums.room)
+
+
+@triton.jit
 def add_block(b_s, b_p, alpha, sums, keys, side, rows, place, t, c, AGAIN: tl.constexpr):
     """The sums with a block's share of the output."""
     o_v, _ = offsets_of_block(keys.j_0, t.v, rows, place, t, c)
@@ -329,7 +358,10 @@ def attend_coded_block(i_n, blocks, sums, b_q, k_side, v_side, rows, place, t, n
         b_s = apply_mask(b_s, visible_pairs(t.x, place, rows, keys, c.BELOW), float("-inf"), False)
     b_p, m_i, l_i, l_lost, alpha = online_softmax(b_s, sums, n.factor, None, c)
     older = CodedSums(m_i, l_i, l_lost, *sums[3:])
-    return add_block(b_s, b_p, alpha, older, keys, v_side, rows, place, t, c, AGAIN)
+    if c.V_GROUPED:
+        return add_groups(b_p, alpha, older, keys, v_side, rows, place, t, c)
+    else:
+        return add_block(b_s, b_p, alpha, older, keys, v_side, rows, place, t, c, AGAIN)
 
 
 @triton.jit
@@ -390,16 +422,26 @@ def load_rows(rows, place, t, c):
 
 
 @triton.jit
+def output_class(acc, c):
+    """A class of the output, [rows, words]."""
+    if c.V_GROUPED:
+        return of_own_group(acc)
+    else:
+        return once(acc, c)
+
+
+@triton.jit
 def interleaved(sums, c):
     """The output's classes as one tile."""
-    b_even, b_odd, shifts = once(sums.acc0, c), once(sums.acc1, c), sums.shifts
+    b_even, b_odd, shifts = output_class(sums.acc0, c), output_class(sums.acc1, c), sums.shifts
     if c.V_PER > 2:
-        b_even, b_odd = tl.join(b_even, once(sums.acc2, c)), tl.join(b_odd, once(sums.acc3, c))
-    if c.TURNED:
-        shifts = tl.sum(shifts, 1)
+        b_even = tl.join(b_even, output_class(sums.acc2, c))
+        b_odd = tl.join(b_odd, output_class(sums.acc3, c))
     b_all = tl.join(b_even, b_odd).reshape(c.BLOCK_M, c.V_PER * c.V_WORDS)
     if c.V_HALF:
         b_all = b_all * power(254 - sums.room)
+    if c.TURNED:
+        shifts = tl.sum(shifts, 1)
     return b_all + shifts[:, None]
 
 
@@ -430,7 +472,10 @@ def attend_codes(t, n, c):
         place = narrowed(rows, place, t, n, c)
     b_q = load_rows(rows, place, t, c)
     m_i, l_i = tl.full([c.BLOCK_M], LOWEST, tl.float32), tl.zeros([c.BLOCK_M], tl.float32)
-    acc = turned(twice(tl.zeros([c.BLOCK_M, c.V_WORDS], tl.float32), c), c)
+    if c.V_GROUPED:
+        acc = tl.zeros([c.V_WORDS // 16, 16, 8], tl.float32)
+    else:
+        acc = turned(twice(tl.zeros([c.BLOCK_M, c.V_WORDS], tl.float32), c), c)
     rest = acc if c.V_PER > 2 else m_i
     late_sums = tl.zeros([c.BLOCK_M, min(32, c.BLOCK_N)], tl.float32) if c.TURNED else l_i
     fresh = CodedSums(m_i, late_sums, l_i, late_sums, acc, acc, rest, rest, tl.cast(253, tl.int32))

@@ -169,6 +169,38 @@ def of_elements(
     return b_x
 
 
+@triton.jit
+def load_grouped(o_v, m_n, side, t, c):
+    """Words of V [pairs of groups, 16, keys]: those of two groups are the rows of an instruction."""
+    o_w = 16 * tl.arange(0, side.WORDS // 16)[:, None, None] + tl.arange(0, 16)[None, :, None]
+    m = m_n[None, None, :]
+    if side.PER * side.WORDS > side.DIM:
+        m = m & (o_w < side.DIM // side.PER)
+    p_w = t.v.p + o_v[None, None, :] + o_w * t.v.d
+    return tl.load(p_w, mask=m, other=0, cache_modifier=c.CACHE)
+
+
+@triton.jit
+def of_groups(keys, table, TOKENS: tl.constexpr, side, rows, place, t, c):
+    """The entry of every key and group of channels, [pairs of groups, keys, 1, 2]."""
+    o_table = table_rows(keys.o_n, table, TOKENS, rows, place, t, c)
+    o_g = 2 * tl.arange(0, side.WORDS // 16)[:, None, None, None] + tl.arange(0, 2)[None, None, None, :]
+    m = keys.m_n[None, :, None, None]
+    if side.PER * side.WORDS > side.DIM:
+        m = m & (o_g * side.CHANNELS < side.DIM)
+    return tl.load(table.p + o_table[None, :, None, None] + o_g * table.d, mask=m, other=0.0)
+
+
+@triton.jit
+def of_own_group(acc):
+    """[rows, words] of sums [pairs of groups, 16 words, 4 rows by either group of the pair]."""
+    PAIRS: tl.constexpr = acc.shape[0]
+    o_g = tl.arange(0, 2)
+    m = o_g[None, :, None, None, None] == o_g[None, None, None, None, :]
+    acc = tl.sum(tl.where(m, acc.reshape(PAIRS, 2, 8, 4, 2), 0.0), 4)
+    return tl.trans(acc.reshape(PAIRS * 16, 4))
+
+
 @triton.constexpr_function
 def groups_of(per: int, words: int, channels: int) -> int:
     """Into how many groups that share a scale whole words fall; 0: they do not."""

@@ -53,8 +53,10 @@ def _unpack(number: int, codes: str) -> str:
         lines += ["lop3.b32 a, x, 0x000F000F, 0x43004300, 0xEA;", "mov.b32 c, 0x3F803F80;"]
         lines += ["mov.b32 b, 0xC308C308;"]
     elif codes == "mxfp4":
-        lines += ["and.b32 a, x, 0x00080008; shl.b32 a, a, 12;", "and.b32 b, x, 0x00070007; shl.b32 b, b, 6;"]
-        lines += ["or.b32 a, a, b;", "mov.b32 c, 0x7E807E80;", "mov.b32 b, 0x80008000;"]
+        size = ("shl.b32 b, $1, 6;", "shl.b32 b, $1, 2;", "shr.u32 b, $1, 2;", "shr.u32 b, $1, 6;")[number]
+        lines += [f"shl.b32 a, $1, {12 - bits * number};", size]
+        lines += ["and.b32 a, a, 0x80008000; lop3.b32 a, b, 0x01C001C0, a, 0xEA;"]
+        lines += ["mov.b32 c, 0x7E807E80;", "mov.b32 b, 0x80008000;"]
     else:
         kind = codes.removeprefix("fp8_")
         lines += ["prmt.b32 a, x, 0, 0x4420; mov.b32 {lo, hi}, a;", f"cvt.rn.f16x2.{kind}x2 a, lo;"]
