@@ -156,9 +156,12 @@ def choose_decode(spec: AttentionSpec, target: Target) -> DecodeConfig:
         rows = PACKED_ROWS  # rows of any number are walked by tiles of this many
     if spec.codes:
         rows = min(rows, MOST_CODED_ROWS)
-        few = most_rows(spec) * spec.group <= TURNED_ROWS and spec.dtype != "float32"
-        if few and target.kind != "hip" and scales_channels(spec.codes):
-            rows = TURNED_ROWS // 2 if 0 < most_rows(spec) * spec.group <= TURNED_ROWS // 2 else TURNED_ROWS
+        most = most_rows(spec) * spec.group
+        if target.kind != "hip" and spec.dtype != "float32":
+            if 0 < most <= TURNED_ROWS // 2:
+                rows = TURNED_ROWS // 2
+            elif most <= TURNED_ROWS and scales_channels(spec.codes):
+                rows = TURNED_ROWS
     if target.kind == "cpu":
         return DecodeConfig(rows, LEAST, 4, 1, 4 * LEAST)  # few keys make several splits
     if spec.codes:
@@ -238,7 +241,7 @@ def coded_kind(spec: AttentionSpec, rows: int) -> str:
     """The key of tables of tiles over codes."""
     if rows < LEAST:
         bits = max(KINDS[x.dtype].bits for x in codes_of(spec.codes) if x is not None)
-        return "turned4" if bits == 4 else "turned"
+        return "turned4" if bits == 4 else "turned" if scales_channels(spec.codes) else "turned8"
     return "channels" if scales_channels(spec.codes) else "keys"
 
 
