@@ -124,10 +124,12 @@ class Prepared(forward.Prepared):
         for name, codes, x in zip("KV", codes_of(args.codes), (q, out), strict=True):
             if codes is not None:
                 sides |= _side(name, codes, x.shape[3], block_n, page_size)
-        halves = PARTS[q.dtype] == 1 and self.target.kind != "hip"
+        turned = self.config.block_m < tiles.LEAST
         for name in "KV":
-            is_key = sides[f"{name}_SCALE"] == "key"
-            sides[f"{name}_HALF"] = halves and is_key and sides[f"{name}_PER"] == 2
+            half = turned if sides[f"{name}_CODES"] == "int8" else sides[f"{name}_PER"] == 2
+            half = half and sides[f"{name}_SCALE"] == "key" and self.target.kind != "hip"
+            half = half and (name == "K" or sides["V_SHIFT"] != "channel")  # sums with them are in their units
+            sides[f"{name}_HALF"] = half and PARTS[q.dtype] == 1
         few = alone and self.config.block_m == 4 and PARTS[q.dtype] == 1
         sides["V_GROUPED"] = few and _groups_pair(codes_of(args.codes)[1], sides)
         floats = "fp8" in sides["K_CODES"] + sides["V_CODES"]
@@ -145,7 +147,7 @@ class Prepared(forward.Prepared):
             FINITE=alone or ("fp8" not in sides["V_CODES"] and sides["V_SCALE"] != "element"),
             PARTS=PARTS[q.dtype],
             PTX=ptx,
-            TURNED=self.config.block_m < tiles.LEAST,
+            TURNED=turned,
         )
 
 

@@ -155,13 +155,7 @@ def choose_decode(spec: AttentionSpec, target: Target) -> DecodeConfig:
     if Feature.BATCH_INVARIANT in spec.features or spec.seqlen_q > 2 * SMALL_ROWS:
         rows = PACKED_ROWS  # rows of any number are walked by tiles of this many
     if spec.codes:
-        rows = min(rows, MOST_CODED_ROWS)
-        most = most_rows(spec) * spec.group
-        if target.kind != "hip" and spec.dtype != "float32":
-            if 0 < most <= TURNED_ROWS // 2:
-                rows = TURNED_ROWS // 2
-            elif most <= TURNED_ROWS and scales_channels(spec.codes):
-                rows = TURNED_ROWS
+        rows = _turned_rows(spec, target) or min(rows, MOST_CODED_ROWS)
     if target.kind == "cpu":
         return DecodeConfig(rows, LEAST, 4, 1, 4 * LEAST)  # few keys make several splits
     if spec.codes:
@@ -216,6 +210,17 @@ def refuses(spec: AttentionSpec, target: Target) -> str:
         if dim % per_word(codes):
             return f"codes: reads words of {per_word(codes)} channels, head_dim is {dim}"
     return ""
+
+
+def _turned_rows(spec: AttentionSpec, target: Target) -> int:
+    """Rows of turned products over codes, 0 where they are not turned. Codes of 8 bits with scales of keys
+    are, if rows are half of the columns and channels of v keep four warps busy."""
+    rows, channels = most_rows(spec) * spec.group, scales_channels(spec.codes)
+    if target.kind == "hip" or spec.dtype == "float32" or rows > TURNED_ROWS:
+        return 0
+    if 0 < rows <= TURNED_ROWS // 2 and (channels or spec.head_dim_v > 64):
+        return TURNED_ROWS // 2
+    return TURNED_ROWS if channels else 0
 
 
 def scales_channels(codes: str) -> bool:
