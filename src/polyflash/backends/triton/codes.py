@@ -128,7 +128,9 @@ class Prepared(forward.Prepared):
         for name in "KV":
             half = turned if sides[f"{name}_CODES"] == "int8" else sides[f"{name}_PER"] == 2
             half = half and sides[f"{name}_SCALE"] == "key" and self.target.kind != "hip"
-            half = half and (name == "K" or sides["V_SHIFT"] != "channel")  # sums with them are in their units
+            half = half and (
+                name == "K" or sides["V_SHIFT"] != "channel"
+            )  # sums with them are in their units
             sides[f"{name}_HALF"] = half and PARTS[q.dtype] == 1
         few = alone and self.config.block_m == 4 and PARTS[q.dtype] == 1
         sides["V_GROUPED"] = few and _groups_pair(codes_of(args.codes)[1], sides)

@@ -250,7 +250,12 @@ def add_class(CLASS: tl.constexpr, acc, weights, b_w, keys, side, rows, place, t
     b_alpha = turned(twice(alpha, c)[:, None], c)
     b_some = twice(b_some, c)
     if HIGH and not AGAIN:
-        b_o = dot(b_parts[0], tl.full(b_v.shape, -136.0, tl.float32).to(tl.bfloat16), tl.zeros(acc.shape, tl.float32), c)
+        b_o = dot(
+            b_parts[0],
+            tl.full(b_v.shape, -136.0, tl.float32).to(tl.bfloat16),
+            tl.zeros(acc.shape, tl.float32),
+            c,
+        )
         return tl.fma(acc, tl.broadcast_to(b_alpha, acc.shape), dot(b_parts[0], b_v, b_o, c))
     acc = acc * b_alpha
     if side.SCALE == "channel":

@@ -238,7 +238,8 @@ def _choose_coded(spec: AttentionSpec, target: Target, rows: int) -> DecodeConfi
     bits = sum(
         KINDS[x.dtype].bits * dim for x, dim in zip(codes, (spec.head_dim, spec.head_dim_v), strict=False)
     )
-    keys = max(block_n, _split_keys(spec, target, max(rows, TURNED_ROWS), bits // 8))
+    least = TURNED_ROWS if scales_channels(spec.codes) else LEAST  # of parts, as were measured
+    keys = max(block_n, _split_keys(spec, target, max(rows, least), bits // 8))
     return DecodeConfig(rows, block_n, warps, stages, keys, max_registers=registers)
 
 
