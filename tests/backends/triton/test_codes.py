@@ -96,6 +96,7 @@ def test_what_no_row_sees_changes_no_bit(name: str):
 WIDE = {
     **{name: NAMED[name] for name in ("int8", "fp8", "int4", "int4-token", "mxfp4", "int8-channel")},
     "fp8-mean": (Scheme(dtype="fp8_e4m3"), Scheme(dtype="fp8_e4m3", smoothing="mean")),
+    "int8-groups": (Scheme(), Scheme(channels=32)),
 }
 
 

@@ -72,13 +72,6 @@ def _side(name: str, codes: Codes, dim: int, block_n: int, page_size: int) -> di
     return {f"{name}_{key}": value for key, value in side.items()}
 
 
-def _groups_pair(codes: Codes | None, sides: dict[str, Any]) -> bool:
-    """Have groups of 8 words of V scales, and are there pairs of them for two warps?"""
-    assert codes is not None
-    same = codes.shift is None or codes.shift.channels == codes.scale.channels
-    return same and sides["V_SCALE"] == "element" and codes.scale.channels == 32 and sides["V_WORDS"] >= 32
-
-
 class Prepared(forward.Prepared):
     """A route's memory between calls."""
 
@@ -132,8 +125,10 @@ class Prepared(forward.Prepared):
                 name == "K" or sides["V_SHIFT"] != "channel"
             )  # sums with them are in their units
             sides[f"{name}_HALF"] = half and PARTS[q.dtype] == 1
-        few = alone and self.config.block_m == 4 and PARTS[q.dtype] == 1
-        sides["V_GROUPED"] = few and _groups_pair(codes_of(args.codes)[1], sides)
+        # Groups of 8 words of V have scales: are there pairs of them for two warps, and one row of 4 heads?
+        pairs = alone and self.config.block_m == 4 and PARTS[q.dtype] == 1 and sides["V_WORDS"] >= 32
+        pairs = pairs and sides["V_SCALE"] == "element" and sides["V_PER"] == 4
+        sides["V_GROUPED"] = pairs and sides["V_CHANNELS"] == sides.get("V_SHIFT_CHANNELS", 32) == 32
         floats = "fp8" in sides["K_CODES"] + sides["V_CODES"]
         arch = self.target.arch.removeprefix("sm")
         ptx = self.target.kind == "cuda" and not (floats and int(arch) < _PTX_FLOATS)

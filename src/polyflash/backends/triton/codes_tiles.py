@@ -101,7 +101,7 @@ def twice(b_x, c):
 
 @triton.jit
 def once(b_x, c):
-    """What a product has of rows, turned back."""
+    """Rows of a product, turned back."""
     b_x = turned(b_x, c)
     if c.TURNED and c.BLOCK_M < 8:
         b_x, _ = b_x.reshape(c.BLOCK_M, 2, b_x.shape[1]).permute(0, 2, 1).split()
