@@ -93,6 +93,36 @@ def test_what_no_row_sees_changes_no_bit(name: str):
             assert torch.equal(found.out[:, :, 1], want.out[:, :, 1])
 
 
+WIDE = {
+    **{name: NAMED[name] for name in ("int8", "fp8", "int4", "int4-token", "mxfp4", "int8-channel")},
+    "fp8-mean": (Scheme(dtype="fp8_e4m3"), Scheme(dtype="fp8_e4m3", smoothing="mean")),
+    "int8-groups": (Scheme(), Scheme(channels=32)),
+}
+
+
+@pytest.mark.parametrize("name", WIDE)
+@pytest.mark.parametrize("dim", [128, pytest.param(256, marks=pytest.mark.slow)])
+def test_sizes_that_float16_does_not_hold(name: str, dim: int):
+    """Rows of q and tokens of v from tiny to large, and tokens of 0: four rows of a kv head, whose products
+    are of float16 with codes of 8 bits, and whose weights have the scales of groups of channels."""
+    generator = torch.Generator().manual_seed(dim)
+    q, k, v = (torch.randn(1, n, s, dim, generator=generator) for n, s in ((8, 1), (2, 120), (2, 120)))
+    q *= torch.tensor([1e-30, 1e-6, 1.0, 2.0, 1.0, 1e-9, 0.0, 1.0])[None, :, None, None]
+    v[:, :, :40] *= 0.0
+    v[:, 0, 40:60] *= 1e-8
+    v[:, 1, 40:60] *= 1e9
+    v[:, 0, 90:] *= 3e4
+    q, k, v = (x.bfloat16() for x in (q, k, v))
+    for factor in (1.0, 2.0**-60, 2.0**60):
+        codes = [quantize(x, s) for x, s in zip((k, v * factor), WIDE[name], strict=True)]
+        found = run(q * (1 if factor == 1.0 else 2.0**-3), *codes)
+        values = [x.values(torch.float64) for x in codes]
+        right = attention_reference(q.double() * (1 if factor == 1.0 else 2.0**-3), *values)
+        error = (found.out.double() - right.out).norm(dim=-1) / right.out.norm(dim=-1)
+        assert error.max() < 8e-3, (factor, error.flatten())
+        assert (found.lse.double() - right.lse).abs().max() < 1e-4
+
+
 def test_codes_of_nan_reach_their_channel():
     q, k, v = qkv(2, 40, 32, torch.bfloat16)
     k, v = (quantize(x, scheme) for x, scheme in zip((k, v), NAMED["fp8"], strict=True))

@@ -117,6 +117,18 @@ class Prepared(forward.Prepared):
         for name, codes, x in zip("KV", codes_of(args.codes), (q, out), strict=True):
             if codes is not None:
                 sides |= _side(name, codes, x.shape[3], block_n, page_size)
+        turned = self.config.block_m < tiles.LEAST
+        for name in "KV":
+            half = turned if sides[f"{name}_CODES"] == "int8" else sides[f"{name}_PER"] == 2
+            half = half and sides[f"{name}_SCALE"] == "key" and self.target.kind != "hip"
+            half = half and (
+                name == "K" or sides["V_SHIFT"] != "channel"
+            )  # sums with them are in their units
+            sides[f"{name}_HALF"] = half and PARTS[q.dtype] == 1
+        # Groups of 8 words of V have scales: are there pairs of them for two warps, and one row of 4 heads?
+        pairs = alone and self.config.block_m == 4 and PARTS[q.dtype] == 1 and sides["V_WORDS"] >= 32
+        pairs = pairs and sides["V_SCALE"] == "element" and sides["V_PER"] == 4
+        sides["V_GROUPED"] = pairs and sides["V_CHANNELS"] == sides.get("V_SHIFT_CHANNELS", 32) == 32
         floats = "fp8" in sides["K_CODES"] + sides["V_CODES"]
         arch = self.target.arch.removeprefix("sm")
         ptx = self.target.kind == "cuda" and not (floats and int(arch) < _PTX_FLOATS)
@@ -132,7 +144,7 @@ class Prepared(forward.Prepared):
             FINITE=alone or ("fp8" not in sides["V_CODES"] and sides["V_SCALE"] != "element"),
             PARTS=PARTS[q.dtype],
             PTX=ptx,
-            TURNED=self.config.block_m < tiles.LEAST,
+            TURNED=turned,
         )
 
 

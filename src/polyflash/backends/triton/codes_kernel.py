@@ -5,7 +5,9 @@
 Codes are loaded as words of 16 bits, each of PER channels of a key, so that matrix instructions read them as
 they read 16-bit operands; class r of a tile is channel PER·w + r of every word w, and Q and the output are
 held by classes likewise. Products are of bfloat16, which holds every code exactly, and of one, two or three
-bfloat16 parts of q and of the weights, as their dtype needs. Scales leave the tiles where they can: of keys
+bfloat16 parts of q and of the weights, as their dtype needs. Codes of 8 bits with scales of keys are float16
+(HALF) beside a bfloat16 q, which takes fewer instructions; q and scales of V are then multiplied by powers of
+two that keep them in its range. Scales leave the tiles where they can: of keys
 they go to scores and weights, of channels to q and to the sums of a block. Others are applied to the tile
 ("element"); one of V is then rounded as a decoded tensor is, and for bfloat16 on NVIDIA so are its scales.
 """
@@ -21,17 +23,24 @@ from polyflash.backends.triton.codes_tiles import (
     classes,
     decoded,
     dot,
-    halves_by_classes,
-    of_all_classes,
+    fitted,
+    load_grouped,
     of_channels,
     of_class,
+    of_groups,
+    of_own_group,
     offsets_of_block,
+    once,
     ones,
     parts_of,
+    power,
+    product_of_halves,
+    room,
     rounded_values,
     summed,
     times,
     turned,
+    twice,
     values,
 )
 from polyflash.backends.triton.forward_kernel import finalize, of_split
@@ -92,10 +101,12 @@ class Side(NamedTuple):
     SHIFT: Any  # likewise; "": there is none
     SHIFT_TOKENS: Any
     SHIFT_CHANNELS: Any
+    HALF: Any  # are products of float16?
 
 
 class CodedSums(NamedTuple):
-    """`Sums` by classes of channels, and of the weights times the shifts of keys."""
+    """`Sums` by classes of channels, and of the weights times the shifts of keys. `room`: the
+    exponent of what a HALF V is multiplied by."""
 
     m_i: Any
     l_i: Any
@@ -105,6 +116,7 @@ class CodedSums(NamedTuple):
     acc1: Any
     acc2: Any
     acc3: Any
+    room: Any
 
 
 class Weights(NamedTuple):
@@ -119,13 +131,15 @@ class Weights(NamedTuple):
 
 
 @triton.jit
-def score_class(CLASS: tl.constexpr, PARTS: tl.constexpr, scores, b_q, b_w, keys, side, rows, place, t, c):
+def score_class(
+    CLASS: tl.constexpr, PARTS: tl.constexpr, scores, b_q, b_halves, b_w, keys, side, rows, place, t, c
+):
     """Adds what a class of channels says of the scores of a block: products, and what its shifts add to all
     keys."""
     b_s, shifts = scores
     # Integers lie below the bits of 128 as they are loaded: of channels this leaves with the shifts.
     HIGH: tl.constexpr = side.CODES == "int4" and side.SCALE == "channel" and c.PARTS == 1
-    b_k = decoded(b_w, CLASS, "int4+136" if HIGH else side.CODES, c.PTX)
+    b_k = decoded(b_w, CLASS, "int4+136" if HIGH else side.CODES, c.PTX, side.HALF)
     b_x = b_q[CLASS]
     b_wide = b_x.to(tl.float32)
     if side.CODES == "mxfp4" and side.SCALE == "element" and c.PARTS == 1 and c.PTX:  # scales: powers of two
@@ -141,6 +155,8 @@ def score_class(CLASS: tl.constexpr, PARTS: tl.constexpr, scores, b_q, b_w, keys
     elif side.SCALE == "channel":
         b_scale = of_class(keys.j_0, t.k_scale, side.TOKENS, CLASS, side, rows, place, t, c)
         b_s = times(parts_of(b_wide * b_scale[None, :], PARTS, False), b_k, b_s, PARTS, c)
+    elif side.HALF:
+        b_s = dot(b_halves[CLASS], b_k, b_s, c)
     else:
         b_s = times(parts_of(b_x, PARTS), b_k, b_s, PARTS, c)
     if side.SHIFT == "channel":
@@ -156,20 +172,26 @@ def score_class(CLASS: tl.constexpr, PARTS: tl.constexpr, scores, b_q, b_w, keys
 @triton.jit
 def score_block(b_q, o_k, keys, side, rows, place, t, c):
     """q·k of a block, [BLOCK_M, BLOCK_N]."""
+    b_halves, b_down = b_q, 1.0
+    if side.HALF:
+        b_halves, b_down = fitted(b_q)
+        b_halves = classes(b_halves, side.PER)
     b_q = classes(b_q, side.PER)
     b_w = load_turned(t.k, o_k, keys.m_n, 0, side.DIM // side.PER, side.WORDS, c.CACHE)
     # Two parts of a scaled q: what is rounded of it is the same for all keys, and would show in their sum.
     PARTS: tl.constexpr = 2 if side.SCALE == "channel" and c.PARTS == 1 else c.PARTS
     scores = (
-        turned(tl.zeros([c.BLOCK_M, c.BLOCK_N], tl.float32), c),
+        turned(twice(tl.zeros([c.BLOCK_M, c.BLOCK_N], tl.float32), c), c),
         tl.zeros([c.BLOCK_M, side.WORDS], tl.float32),
     )
-    scores = score_class(0, PARTS, scores, b_q, b_w, keys, side, rows, place, t, c)
-    scores = score_class(1, PARTS, scores, b_q, b_w, keys, side, rows, place, t, c)
+    scores = score_class(0, PARTS, scores, b_q, b_halves, b_w, keys, side, rows, place, t, c)
+    scores = score_class(1, PARTS, scores, b_q, b_halves, b_w, keys, side, rows, place, t, c)
     if side.PER > 2:
-        scores = score_class(2, PARTS, scores, b_q, b_w, keys, side, rows, place, t, c)
-        scores = score_class(3, PARTS, scores, b_q, b_w, keys, side, rows, place, t, c)
-    b_s = turned(scores[0], c)
+        scores = score_class(2, PARTS, scores, b_q, b_halves, b_w, keys, side, rows, place, t, c)
+        scores = score_class(3, PARTS, scores, b_q, b_halves, b_w, keys, side, rows, place, t, c)
+    b_s = once(scores[0], c)
+    if side.HALF:
+        b_s = b_s * b_down[:, None]
     if side.SCALE == "key":
         b_s = b_s * of_keys(keys, t.k_scale, side.TOKENS, rows, place, t, c)[None, :]
     if side.SCALE == "channel" or side.SHIFT == "channel":
@@ -190,11 +212,10 @@ def score_channels(b_q, o_k, keys, side, rows, place, t, c):
     # Integers lie below the bits of 128 as they are loaded: this leaves with the shifts.
     HIGH: tl.constexpr = side.CODES == "int4" and c.PARTS == 1
     b_w = load_tile(t.k, o_k, keys.m_n, 0, side.DIM // side.PER, side.WORDS, c.CACHE)
-    b_k = of_all_classes(b_w, "int4+136" if HIGH else side.CODES, side.PER, c.PTX)
     b_wide = b_q.to(tl.float32)
     b_scale = of_channels(keys.j_0, t.k_scale, side.TOKENS, side, rows, place, t, c)
-    b_x = halves_by_classes(b_wide * b_scale[None, :], side.PER, c.PTX)
-    b_s = tl.trans(tl.dot(b_k, tl.trans(b_x)))
+    CODES: tl.constexpr = "int4+136" if HIGH else side.CODES
+    b_s = product_of_halves(b_wide * b_scale[None, :], b_w, CODES, side.PER, c)
     if side.SHIFT == "channel":
         b_t = of_channels(keys.j_0, t.k_shift, side.SHIFT_TOKENS, side, rows, place, t, c)
         if HIGH:
@@ -213,7 +234,9 @@ def add_class(CLASS: tl.constexpr, acc, weights, b_w, keys, side, rows, place, t
     """acc·alpha + weights · V of a class of channels; AGAIN: of the finite values, and then the others to the
     rows that see them."""
     b_p, b_parts, b_seen, b_some, alpha = weights
-    b_v = decoded(b_w, CLASS, side.CODES, c.PTX)
+    # Integers lie below the bits of 128 as they are loaded: this leaves the sum of a block.
+    HIGH: tl.constexpr = c.TURNED and side.CODES == "int4" and side.SCALE == "key" and c.PARTS == 1
+    b_v = decoded(b_w, CLASS, "int4+136" if HIGH and not AGAIN else side.CODES, c.PTX, side.HALF)
     if side.SCALE == "element":
         if c.PARTS == 1 and c.PTX:
             b_v = rounded_values(b_v, keys, t.v_scale, t.v_shift, CLASS, side, c.TURNED, rows, place, t, c)
@@ -224,7 +247,17 @@ def add_class(CLASS: tl.constexpr, acc, weights, b_w, keys, side, rows, place, t
     b_all = b_v.to(tl.float32)
     if AGAIN:
         b_v = finite(b_v)
-    acc = acc * turned(alpha[:, None], c)
+    b_alpha = turned(twice(alpha, c)[:, None], c)
+    b_some = twice(b_some, c)
+    if HIGH and not AGAIN:
+        b_o = dot(
+            b_parts[0],
+            tl.full(b_v.shape, -136.0, tl.float32).to(tl.bfloat16),
+            tl.zeros(acc.shape, tl.float32),
+            c,
+        )
+        return tl.fma(acc, tl.broadcast_to(b_alpha, acc.shape), dot(b_parts[0], b_v, b_o, c))
+    acc = acc * b_alpha
     if side.SCALE == "channel":
         b_o = times(b_parts, b_v, tl.zeros(acc.shape, tl.float32), c.PARTS, c)
         b_t = of_class(keys.j_0, t.v_scale, side.TOKENS, CLASS, side, rows, place, t, c)
@@ -247,6 +280,32 @@ def add_class(CLASS: tl.constexpr, acc, weights, b_w, keys, side, rows, place, t
 
 
 @triton.jit
+def add_groups(b_p, alpha, sums, keys, side, rows, place, t, c):
+    """`add_block` of 4 rows where groups of 8 words have scales: weights are scaled, not V, by the scales of
+    either group of a pair as columns of a product of both, of which each has its own at the end."""
+    PAIRS: tl.constexpr = side.WORDS // 16
+    HIGH: tl.constexpr = side.CODES == "int4"
+    o_v, _ = offsets_of_block(keys.j_0, t.v, rows, place, t, c)
+    b_w, b_p = load_grouped(o_v, keys.m_n, side, t, c), tl.trans(b_p)[None, :, :, None]
+    b_x = b_p * of_groups(keys, t.v_scale, side.TOKENS, side, rows, place, t, c)
+    b_x = b_x.reshape(PAIRS, c.BLOCK_N, 8).to(tl.bfloat16)
+    b_one = tl.full([PAIRS, 16, c.BLOCK_N], 1.0, tl.float32)
+    b_o = tl.zeros([PAIRS, 16, 8], tl.float32)
+    if HIGH:
+        b_o = tl.dot((b_one * -136.0).to(tl.bfloat16), b_x)
+    if side.SHIFT != "":
+        b_t = b_p * of_groups(keys, t.v_shift, side.SHIFT_TOKENS, side, rows, place, t, c)
+        b_o = tl.dot(b_one.to(tl.bfloat16), b_t.reshape(PAIRS, c.BLOCK_N, 8).to(tl.bfloat16), b_o)
+    b_alpha = tl.broadcast_to(twice(alpha, c)[None, None, :], b_o.shape)
+    CODES: tl.constexpr = "int4+136" if HIGH else side.CODES
+    acc0 = tl.fma(sums.acc0, b_alpha, tl.dot(decoded(b_w, 0, CODES, c.PTX), b_x, b_o))
+    acc1 = tl.fma(sums.acc1, b_alpha, tl.dot(decoded(b_w, 1, CODES, c.PTX), b_x, b_o))
+    acc2 = tl.fma(sums.acc2, b_alpha, tl.dot(decoded(b_w, 2, CODES, c.PTX), b_x, b_o))
+    acc3 = tl.fma(sums.acc3, b_alpha, tl.dot(decoded(b_w, 3, CODES, c.PTX), b_x, b_o))
+    return CodedSums(sums.m_i, sums.l_i, sums.l_lost, sums.shifts, acc0, acc1, acc2, acc3, sums.room)
+
+
+@triton.jit
 def add_block(b_s, b_p, alpha, sums, keys, side, rows, place, t, c, AGAIN: tl.constexpr):
     """The sums with a block's share of the output."""
     o_v, _ = offsets_of_block(keys.j_0, t.v, rows, place, t, c)
@@ -259,17 +318,26 @@ def add_block(b_s, b_p, alpha, sums, keys, side, rows, place, t, c, AGAIN: tl.co
         b_t = of_keys(keys, t.v_shift, side.SHIFT_TOKENS, rows, place, t, c)
         b_x = b_p * b_t[None, :]  # 0 by 0 of keys that no row sees
         shifts = summed(b_x if c.ALONE else tl.where(b_seen, b_x, 0.0), shifts, alpha, c)
+    i_room = sums.room
     if side.SCALE == "key":
-        b_p = b_p * of_keys(keys, t.v_scale, side.TOKENS, rows, place, t, c)[None, :]
+        b_t = of_keys(keys, t.v_scale, side.TOKENS, rows, place, t, c)
+        if side.HALF:
+            i_room = tl.minimum(i_room, room(tl.max(tl.abs(b_t), 0)))
+            b_t, alpha = b_t * power(i_room), alpha * power(127 + i_room - sums.room)
+        b_p = b_p * b_t[None, :]
         b_p = b_p if c.ALONE else tl.where(b_seen, b_p, 0.0)
-    weights = Weights(b_p, parts_of(b_p, c.PARTS), b_seen, b_some, alpha)
+    if side.HALF:
+        b_half = b_p.to(tl.float16)
+        weights = Weights(b_p, (b_half, b_half, b_half), b_seen, b_some, alpha)
+    else:
+        weights = Weights(b_p, parts_of(b_p, c.PARTS), b_seen, b_some, alpha)
     acc2, acc3 = sums.acc2, sums.acc3
     acc0 = add_class(0, sums.acc0, weights, b_w, keys, side, rows, place, t, c, AGAIN)
     acc1 = add_class(1, sums.acc1, weights, b_w, keys, side, rows, place, t, c, AGAIN)
     if side.PER > 2:
         acc2 = add_class(2, acc2, weights, b_w, keys, side, rows, place, t, c, AGAIN)
         acc3 = add_class(3, acc3, weights, b_w, keys, side, rows, place, t, c, AGAIN)
-    return CodedSums(sums.m_i, sums.l_i, sums.l_lost, shifts, acc0, acc1, acc2, acc3)
+    return CodedSums(sums.m_i, sums.l_i, sums.l_lost, shifts, acc0, acc1, acc2, acc3, i_room)
 
 
 @triton.jit
@@ -278,7 +346,9 @@ def attend_coded_block(i_n, blocks, sums, b_q, k_side, v_side, rows, place, t, n
     j_0 = i_n * c.BLOCK_N
     o_k, m_n = offsets_of_block(j_0, t.k, rows, place, t, c)
     o_n = j_0 + tl.arange(0, c.BLOCK_N)
-    keys = Keys(j_0, o_n, m_n & (o_n >= place.start) if c.ALONE else m_n)
+    if c.ALONE and (c.HAS_LEFT or t.x.kv_starts is not None or t.x.row_bounds is not None):
+        m_n = m_n & (o_n >= place.start)  # else that is 0
+    keys = Keys(j_0, o_n, m_n)
     if c.TURNED and k_side.SCALE == "channel":
         b_s = score_channels(b_q, o_k, keys, k_side, rows, place, t, c)
     else:
@@ -292,8 +362,11 @@ def attend_coded_block(i_n, blocks, sums, b_q, k_side, v_side, rows, place, t, n
     elif i_n < blocks.full_lo or i_n >= blocks.full_hi:
         b_s = apply_mask(b_s, visible_pairs(t.x, place, rows, keys, c.BELOW), float("-inf"), False)
     b_p, m_i, l_i, l_lost, alpha = online_softmax(b_s, sums, n.factor, None, c)
-    older = CodedSums(m_i, l_i, l_lost, sums.shifts, sums.acc0, sums.acc1, sums.acc2, sums.acc3)
-    return add_block(b_s, b_p, alpha, older, keys, v_side, rows, place, t, c, AGAIN)
+    older = CodedSums(m_i, l_i, l_lost, *sums[3:])
+    if c.V_GROUPED:
+        return add_groups(b_p, alpha, older, keys, v_side, rows, place, t, c)
+    else:
+        return add_block(b_s, b_p, alpha, older, keys, v_side, rows, place, t, c, AGAIN)
 
 
 @triton.jit
@@ -318,6 +391,7 @@ def attend_coded_blocks(blocks, sums, b_q, rows, place, t, n, c, AGAIN: tl.const
                     c.K_SHIFT,
                     c.K_SHIFT_TOKENS,
                     c.K_SHIFT_CHANNELS,
+                    c.K_HALF,
                 ),
                 Side(
                     c.V_CODES,
@@ -330,6 +404,7 @@ def attend_coded_blocks(blocks, sums, b_q, rows, place, t, n, c, AGAIN: tl.const
                     c.V_SHIFT,
                     c.V_SHIFT_TOKENS,
                     c.V_SHIFT_CHANNELS,
+                    c.V_HALF,
                 ),
                 rows,
                 place,
@@ -352,14 +427,27 @@ def load_rows(rows, place, t, c):
 
 
 @triton.jit
+def output_class(acc, c):
+    """A class of the output, [rows, words]."""
+    if c.V_GROUPED:
+        return of_own_group(acc)
+    else:
+        return once(acc, c)
+
+
+@triton.jit
 def interleaved(sums, c):
     """The output's classes as one tile."""
-    b_even, b_odd, shifts = turned(sums.acc0, c), turned(sums.acc1, c), sums.shifts
+    b_even, b_odd, shifts = output_class(sums.acc0, c), output_class(sums.acc1, c), sums.shifts
     if c.V_PER > 2:
-        b_even, b_odd = tl.join(b_even, turned(sums.acc2, c)), tl.join(b_odd, turned(sums.acc3, c))
+        b_even = tl.join(b_even, output_class(sums.acc2, c))
+        b_odd = tl.join(b_odd, output_class(sums.acc3, c))
+    b_all = tl.join(b_even, b_odd).reshape(c.BLOCK_M, c.V_PER * c.V_WORDS)
+    if c.V_HALF:
+        b_all = b_all * power(254 - sums.room)
     if c.TURNED:
         shifts = tl.sum(shifts, 1)
-    return tl.join(b_even, b_odd).reshape(c.BLOCK_M, c.V_PER * c.V_WORDS) + shifts[:, None]
+    return b_all + shifts[:, None]
 
 
 @triton.jit
@@ -389,10 +477,13 @@ def attend_codes(t, n, c):
         place = narrowed(rows, place, t, n, c)
     b_q = load_rows(rows, place, t, c)
     m_i, l_i = tl.full([c.BLOCK_M], LOWEST, tl.float32), tl.zeros([c.BLOCK_M], tl.float32)
-    acc = turned(tl.zeros([c.BLOCK_M, c.V_WORDS], tl.float32), c)
+    if c.V_GROUPED:
+        acc = tl.zeros([c.V_WORDS // 16, 16, 8], tl.float32)
+    else:
+        acc = turned(twice(tl.zeros([c.BLOCK_M, c.V_WORDS], tl.float32), c), c)
     rest = acc if c.V_PER > 2 else m_i
     late_sums = tl.zeros([c.BLOCK_M, min(32, c.BLOCK_N)], tl.float32) if c.TURNED else l_i
-    fresh = CodedSums(m_i, late_sums, l_i, late_sums, acc, acc, rest, rest)
+    fresh = CodedSums(m_i, late_sums, l_i, late_sums, acc, acc, rest, rest, tl.cast(253, tl.int32))
     sums = attend_coded_blocks(blocks, fresh, b_q, rows, place, t, n, c, False)
     if not c.FINITE:  # a weight of 0 times a hidden NaN is NaN
         total = tl.sum(tl.ravel(interleaved(sums, c), can_reorder=True), 0)

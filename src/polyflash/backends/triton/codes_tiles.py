@@ -8,13 +8,16 @@ import triton.language as tl
 
 from polyflash.backends.triton.places import block_offsets, table_rows
 from polyflash.backends.triton.products import product
-from polyflash.backends.triton.ptx import halves, multiply_add, unpacked
+from polyflash.backends.triton.ptx import halves, multiply_add, unpacked, unpacked_bytes
 
 
 @triton.jit
-def decoded(b_w, CLASS: tl.constexpr, CODES: tl.constexpr, PTX: tl.constexpr):
-    """The codes of a class of channels, bfloat16."""
-    if PTX:
+def decoded(b_w, CLASS: tl.constexpr, CODES: tl.constexpr, PTX: tl.constexpr, HALF: tl.constexpr = False):
+    """The codes of a class of channels, bfloat16; HALF: float16."""
+    if PTX and HALF:
+        b_x, b_y = unpacked_bytes(b_w, CODES)
+        b_x = b_x if CLASS == 0 else b_y
+    elif PTX:
         b_x = unpacked(b_w, CLASS, CODES)
     else:
         b_i = b_w.to(tl.int32)
@@ -34,7 +37,29 @@ def decoded(b_w, CLASS: tl.constexpr, CODES: tl.constexpr, PTX: tl.constexpr):
             b_x = (((b_i & 128) << 24) | ((b_i & 127) << 21)).to(tl.float32, bitcast=True) * 2.0**112
             b_x = tl.where((b_i & 127) == 124, tl.where((b_i & 128) == 0, float("inf"), float("-inf")), b_x)
             b_x = tl.where((b_i & 127) > 124, float("nan"), b_x)
-    return b_x.to(tl.bfloat16)
+    return b_x.to(tl.float16 if HALF else tl.bfloat16)
+
+
+@triton.jit
+def room(b_top):
+    """The biased exponent of the power of two that puts a largest value below 2^15."""
+    b_e = (b_top.to(tl.int32, bitcast=True) >> 23) & 255
+    return tl.minimum(268 - b_e, 253)
+
+
+@triton.jit
+def power(b_e):
+    """2^(e - 127), 0 if that is too small."""
+    return (tl.maximum(b_e, 0) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def fitted(b_q):
+    """bfloat16 rows times powers of two as float16, exact to 2^-39 of the largest of a row, and what takes
+    them off a row again."""
+    b_x = b_q.to(tl.float32)
+    b_e = room(tl.max(tl.abs(b_x), 1))
+    return (b_x * power(b_e)[:, None]).to(tl.float16), power(254 - b_e)
 
 
 @triton.jit
@@ -64,10 +89,31 @@ def turned(b_x, c):
 
 
 @triton.jit
+def twice(b_x, c):
+    """Rows, or what they have, as columns of TURNED products, which are 8: of 4 each one twice."""
+    if c.TURNED and c.BLOCK_M < 8:
+        if len(b_x.shape) == 1:
+            b_x = tl.join(b_x, b_x).reshape(2 * c.BLOCK_M)
+        else:
+            b_x = tl.join(b_x, b_x).permute(0, 2, 1).reshape(2 * c.BLOCK_M, b_x.shape[1])
+    return b_x
+
+
+@triton.jit
+def once(b_x, c):
+    """Rows of a product, turned back."""
+    b_x = turned(b_x, c)
+    if c.TURNED and c.BLOCK_M < 8:
+        b_x, _ = b_x.reshape(c.BLOCK_M, 2, b_x.shape[1]).permute(0, 2, 1).split()
+    return b_x
+
+
+@triton.jit
 def dot(b_x, b_y, acc, c):
-    """acc + x @ y, both TURNED where rows are few: instructions have 16 rows or more, but 8 columns."""
+    """acc + x @ y, both TURNED where rows are few: instructions have 16 rows or more, but 8 columns. Of 4
+    rows acc has each `twice`."""
     if c.TURNED:
-        b_x, b_y = tl.trans(b_y), tl.trans(b_x)
+        b_x, b_y = tl.trans(b_y), tl.trans(twice(b_x, c))
     return product(b_x, b_y, acc, c.PRODUCT) if b_x.dtype == tl.float32 else tl.dot(b_x, b_y, acc)
 
 
@@ -123,6 +169,38 @@ def of_elements(
     return b_x
 
 
+@triton.jit
+def load_grouped(o_v, m_n, side, t, c):
+    """Words of V [pairs of groups, 16, keys]: those of two groups are the rows of an instruction."""
+    o_w = 16 * tl.arange(0, side.WORDS // 16)[:, None, None] + tl.arange(0, 16)[None, :, None]
+    m = m_n[None, None, :]
+    if side.PER * side.WORDS > side.DIM:
+        m = m & (o_w < side.DIM // side.PER)
+    p_w = t.v.p + o_v[None, None, :] + o_w * t.v.d
+    return tl.load(p_w, mask=m, other=0, cache_modifier=c.CACHE)
+
+
+@triton.jit
+def of_groups(keys, table, TOKENS: tl.constexpr, side, rows, place, t, c):
+    """The entry of every key and group of channels, [pairs of groups, keys, 1, 2]."""
+    o_table = table_rows(keys.o_n, table, TOKENS, rows, place, t, c)
+    o_g = 2 * tl.arange(0, side.WORDS // 16)[:, None, None, None] + tl.arange(0, 2)[None, None, None, :]
+    m = keys.m_n[None, :, None, None]
+    if side.PER * side.WORDS > side.DIM:
+        m = m & (o_g * side.CHANNELS < side.DIM)
+    return tl.load(table.p + o_table[None, :, None, None] + o_g * table.d, mask=m, other=0.0)
+
+
+@triton.jit
+def of_own_group(acc):
+    """[rows, words] of sums [pairs of groups, 16 words, 4 rows by either group of the pair]."""
+    PAIRS: tl.constexpr = acc.shape[0]
+    o_g = tl.arange(0, 2)
+    m = o_g[None, :, None, None, None] == o_g[None, None, None, None, :]
+    acc = tl.sum(tl.where(m, acc.reshape(PAIRS, 2, 8, 4, 2), 0.0), 4)
+    return tl.trans(acc.reshape(PAIRS * 16, 4))
+
+
 @triton.constexpr_function
 def groups_of(per: int, words: int, channels: int) -> int:
     """Into how many groups that share a scale whole words fall; 0: they do not."""
@@ -172,29 +250,46 @@ def classes(b_x, PER: tl.constexpr):
 
 
 @triton.jit
-def of_all_classes(b_w, CODES: tl.constexpr, PER: tl.constexpr, PTX: tl.constexpr):
-    """The codes of words [keys, words], twice, in the order of `halves_by_classes`."""
+def of_all_classes(b_w, CODES: tl.constexpr, PER: tl.constexpr, PTX: tl.constexpr, TIMES: tl.constexpr):
+    """The codes of words [keys, words] class by class, once or twice."""
     b_0, b_1 = decoded(b_w, 0, CODES, PTX), decoded(b_w, 1, CODES, PTX)
     if PER > 2:
         b_2, b_3 = decoded(b_w, 2, CODES, PTX), decoded(b_w, 3, CODES, PTX)
         b_x = tl.join(tl.join(b_0, b_2), tl.join(b_1, b_3))
-        b_x = tl.join(b_x, b_x).permute(0, 2, 3, 4, 1)
+        if TIMES == 2:
+            b_x = tl.join(b_x, b_x).permute(0, 2, 3, 4, 1)
+        else:
+            b_x = b_x.permute(0, 2, 3, 1)
     else:
         b_x = tl.join(b_0, b_1)
-        b_x = tl.join(b_x, b_x).permute(0, 2, 3, 1)
-    return b_x.reshape(b_w.shape[0], 2 * PER * b_w.shape[1])
+        if TIMES == 2:
+            b_x = tl.join(b_x, b_x).permute(0, 2, 3, 1)
+        else:
+            b_x = b_x.permute(0, 2, 1)
+    return b_x.reshape(b_w.shape[0], TIMES * PER * b_w.shape[1])
 
 
 @triton.jit
-def halves_by_classes(b_x, PER: tl.constexpr, PTX: tl.constexpr):
-    """float32 [rows, channels] as bfloat16 [rows, 2·channels]: of each class what is lost of its channels by
-    rounding, and then what is kept."""
-    if PTX:
-        b_0, b_1 = halves(b_x)
+def product_of_halves(b_x, b_w, CODES: tl.constexpr, PER: tl.constexpr, c):
+    """x @ kᵀ of float32 rows x as two bfloat16 and the codes of words: one TURNED product. Of 8 rows the
+    halves stand one behind the other along the channels, of 4 rows beside each other as columns."""
+    if c.PTX:
+        b_high, b_low = halves(b_x)
     else:
-        b_0, b_1, _ = parts_of(b_x, 2, False)
-    b_y = tl.join(b_1, b_0).reshape(b_x.shape[0], b_x.shape[1] // PER, PER, 2).permute(0, 2, 3, 1)
-    return b_y.reshape(b_x.shape[0], 2 * b_x.shape[1])
+        b_high, b_low, _ = parts_of(b_x, 2, False)
+    ROWS: tl.constexpr = b_x.shape[0]
+    CHANNELS: tl.constexpr = b_x.shape[1]
+    KEYS: tl.constexpr = b_w.shape[0]
+    if ROWS < 8:
+        b_k = of_all_classes(b_w, CODES, PER, c.PTX, 1)
+        b_y = tl.join(b_low, b_high).reshape(ROWS, CHANNELS // PER, PER, 2).permute(0, 3, 2, 1)
+        b_s = tl.dot(b_k, tl.trans(b_y.reshape(2 * ROWS, CHANNELS)))
+        b_s = tl.sum(b_s.reshape(KEYS, ROWS, 2), 2)
+    else:
+        b_k = of_all_classes(b_w, CODES, PER, c.PTX, 2)
+        b_y = tl.join(b_low, b_high).reshape(ROWS, CHANNELS // PER, PER, 2).permute(0, 2, 3, 1)
+        b_s = tl.dot(b_k, tl.trans(b_y.reshape(ROWS, 2 * CHANNELS)))
+    return tl.trans(b_s)
 
 
 @triton.jit

@@ -147,7 +147,7 @@ class DecodeConfig:
     then turned. block_n: keys of a block. split_keys: keys of a split, wherever it lies; unless fixed_splits,
     `streaming_size` says when a launch takes another. The rest as the forward's."""
 
-    block_m: int = power_of_two(8, 256)
+    block_m: int = power_of_two(4, 256)
     block_n: int = _block()
     num_warps: int = _warps()
     num_stages: int = _stages(4)

@@ -155,10 +155,7 @@ def choose_decode(spec: AttentionSpec, target: Target) -> DecodeConfig:
     if Feature.BATCH_INVARIANT in spec.features or spec.seqlen_q > 2 * SMALL_ROWS:
         rows = PACKED_ROWS  # rows of any number are walked by tiles of this many
     if spec.codes:
-        rows = min(rows, MOST_CODED_ROWS)
-        few = most_rows(spec) * spec.group <= TURNED_ROWS and spec.dtype != "float32"
-        if few and target.kind != "hip" and scales_channels(spec.codes):
-            rows = TURNED_ROWS
+        rows = _turned_rows(spec, target) or min(rows, MOST_CODED_ROWS)
     if target.kind == "cpu":
         return DecodeConfig(rows, LEAST, 4, 1, 4 * LEAST)  # few keys make several splits
     if spec.codes:
@@ -215,6 +212,17 @@ def refuses(spec: AttentionSpec, target: Target) -> str:
     return ""
 
 
+def _turned_rows(spec: AttentionSpec, target: Target) -> int:
+    """Rows of turned products over codes, 0 where they are not turned. Codes of 8 bits with scales of keys
+    are, if rows are half of the columns and channels of v keep four warps busy."""
+    rows, channels = most_rows(spec) * spec.group, scales_channels(spec.codes)
+    if target.kind == "hip" or spec.dtype == "float32" or rows > TURNED_ROWS:
+        return 0
+    if 0 < rows <= TURNED_ROWS // 2 and (channels or spec.head_dim_v > 64):
+        return TURNED_ROWS // 2
+    return TURNED_ROWS if channels else 0
+
+
 def scales_channels(codes: str) -> bool:
     """Do channels of K or V have scales?"""
     return any(x is not None and x.scale.channels > 0 for x in codes_of(codes))
@@ -230,7 +238,8 @@ def _choose_coded(spec: AttentionSpec, target: Target, rows: int) -> DecodeConfi
     bits = sum(
         KINDS[x.dtype].bits * dim for x, dim in zip(codes, (spec.head_dim, spec.head_dim_v), strict=False)
     )
-    keys = max(block_n, _split_keys(spec, target, rows, bits // 8))
+    least = TURNED_ROWS if scales_channels(spec.codes) else LEAST  # of parts, as were measured
+    keys = max(block_n, _split_keys(spec, target, max(rows, least), bits // 8))
     return DecodeConfig(rows, block_n, warps, stages, keys, max_registers=registers)
 
 
@@ -238,7 +247,7 @@ def coded_kind(spec: AttentionSpec, rows: int) -> str:
     """The key of tables of tiles over codes."""
     if rows < LEAST:
         bits = max(KINDS[x.dtype].bits for x in codes_of(spec.codes) if x is not None)
-        return "turned4" if bits == 4 else "turned"
+        return "turned4" if bits == 4 else "turned" if scales_channels(spec.codes) else "turned8"
     return "channels" if scales_channels(spec.codes) else "keys"
 
 

@@ -59,6 +59,9 @@ class Constants(NamedTuple):
     PARTS: int = 1  # of codes: `Side` of K and of V, and what their products are made of
     PTX: bool = False
     TURNED: bool = False  # products and sums, of few rows
+    K_HALF: bool = False
+    V_HALF: bool = False
+    V_GROUPED: bool = False
     ALONE: bool = False  # all rows of a tile see the same keys, from the first to the last
     P_CODES: str = ""  # what weights are rounded to, where V is codes of it that are multiplied
     LEVEL: int = 0  # 1: of them each block has a sum of its own; 0: sums of tensor cores

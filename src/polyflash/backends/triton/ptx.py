@@ -53,8 +53,10 @@ def _unpack(number: int, codes: str) -> str:
         lines += ["lop3.b32 a, x, 0x000F000F, 0x43004300, 0xEA;", "mov.b32 c, 0x3F803F80;"]
         lines += ["mov.b32 b, 0xC308C308;"]
     elif codes == "mxfp4":
-        lines += ["and.b32 a, x, 0x00080008; shl.b32 a, a, 12;", "and.b32 b, x, 0x00070007; shl.b32 b, b, 6;"]
-        lines += ["or.b32 a, a, b;", "mov.b32 c, 0x7E807E80;", "mov.b32 b, 0x80008000;"]
+        size = ("shl.b32 b, $1, 6;", "shl.b32 b, $1, 2;", "shr.u32 b, $1, 2;", "shr.u32 b, $1, 6;")[number]
+        lines += [f"shl.b32 a, $1, {12 - bits * number};", size]
+        lines += ["and.b32 a, a, 0x80008000; lop3.b32 a, b, 0x01C001C0, a, 0xEA;"]
+        lines += ["mov.b32 c, 0x7E807E80;", "mov.b32 b, 0x80008000;"]
     else:
         kind = codes.removeprefix("fp8_")
         lines += ["prmt.b32 a, x, 0, 0x4420; mov.b32 {lo, hi}, a;", f"cvt.rn.f16x2.{kind}x2 a, lo;"]
@@ -67,6 +69,27 @@ def _unpack(number: int, codes: str) -> str:
 def unpacked(b_w, CLASS: tl.constexpr, CODES: tl.constexpr):
     """The codes of a class of channels of 16-bit words, bfloat16."""
     return tl.inline_asm_elementwise(_unpack(CLASS, CODES), "=r,r", [b_w], tl.bfloat16, True, 2)
+
+
+@triton.constexpr_function
+def _unpack_bytes(codes: str) -> str:
+    """Both classes of two words of bytes as two float16 each; int8 are put below the bits of 1024."""
+    if codes == "int8":
+        lines = [".reg .b32 x, a, b;", "xor.b32 x, $2, 0x80808080; mov.b32 b, 0xE480E480;"]
+        lines += ["prmt.b32 a, x, 0x64646464, 0x4240; add.rn.f16x2 $0, a, b;"]
+        lines += ["prmt.b32 a, x, 0x64646464, 0x4341; add.rn.f16x2 $1, a, b;"]
+    else:
+        kind = codes.removeprefix("fp8_")
+        lines = [".reg .b32 x; .reg .b16 lo, hi;", "prmt.b32 x, $2, 0, 0x3120; mov.b32 {lo, hi}, x;"]
+        lines += [f"cvt.rn.f16x2.{kind}x2 $0, lo; cvt.rn.f16x2.{kind}x2 $1, hi;"]
+    return "{ " + " ".join(lines) + " }"
+
+
+@triton.jit
+def unpacked_bytes(b_w, CODES: tl.constexpr):
+    """The codes of both classes of channels of 16-bit words, float16."""
+    kinds: tl.constexpr = (tl.float16, tl.float16)
+    return tl.inline_asm_elementwise(_unpack_bytes(CODES), "=r,=r,r", [b_w], kinds, True, 2)
 
 
 _HALVES: tl.constexpr = tl.constexpr(

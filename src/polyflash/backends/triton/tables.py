@@ -349,6 +349,7 @@ CODED: dict[tuple[str, str], tuple[int, int, int, int]] = {
     ("cuda", "channels"): (32, 4, 2, 0),
     ("cuda", "turned"): (64, 2, 2, 168),
     ("cuda", "turned4"): (64, 2, 3, 168),  # 0.93 to 1.01 of 2 stages' time, int8 1.02 to 1.23
+    ("cuda", "turned8"): (128, 4, 3, 0),
     ("hip", "keys"): (64, 4, 1, 0),
     ("hip", "channels"): (64, 4, 1, 0),
 }
@@ -358,6 +359,7 @@ CODED: dict[tuple[str, str], tuple[int, int, int, int]] = {
 # 4 requests of 1k to 8k keys: 0.92 to 0.97.
 CODED_SHORT: dict[str, tuple[int, int, int, int, int]] = {
     "keys": (64, 4, 3, 1, 1),
+    "turned8": (64, 4, 3, 1, 1),
     "turned": (64, 4, 2, 4, 2),
     "turned4": (64, 4, 2, 1, 1),
 }
