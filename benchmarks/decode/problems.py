@@ -29,9 +29,9 @@ from polyflash.bench.timing import Arm, compare
 from polyflash.compare import TOLERANCE
 from polyflash.groups import explain_groups
 from polyflash.kvcache import KVCache
-from polyflash.kvcache.layout import empty_pool
 from polyflash.quant import NAMED, Scheme, quantize
 from polyflash.spec import Phase
+from polyflash.storages import empty_of_keys
 from polyflash.work import flops_per_pair
 from polyflash.workloads import Workload
 
@@ -135,7 +135,7 @@ def pool(k: Tensor, v: Tensor, page_size: int, *, heads_outer: bool = False, in_
 
     def paged(x: Tensor) -> Tensor:
         whole = x[0].unflatten(1, (pages, page_size))  # heads, pages, tokens, channels
-        placed = empty_pool([whole.shape[d] for d in dims], x.dtype, "cpu")
+        placed = empty_of_keys([whole.shape[d] for d in dims], x.dtype, "cpu")
         placed[order] = whole.permute(dims)
         return placed.transpose(1, 2) if heads_outer else placed
 
@@ -267,7 +267,7 @@ def _random_pool(w: Workload, pages: int, page_size: int) -> list[Tensor]:
     drawn = min(pages, max(1, (1 << 23) // (page_size * w.kv_heads * w.head_dim)))
     for _ in "kv":
         block = torch.randn(drawn, page_size, w.kv_heads, w.head_dim, generator=generator)
-        whole = empty_pool((pages, *block.shape[1:]), getattr(torch, w.dtype), "cpu")
+        whole = empty_of_keys((pages, *block.shape[1:]), getattr(torch, w.dtype), "cpu")
         for start in range(0, pages, drawn):
             whole[start : start + drawn] = block[: pages - start]
         made.append(whole)

@@ -122,8 +122,11 @@ def of_codes(
     if key is None or type(key[-1]) is not bool or quiet(q, *tables) is None:
         return None, ()
     whole = key[0], forms, key
-    if k.scheme.rotation != "none" and _known.get(whole) is not None and stored(q):  # else it is refused
-        q = codec.one_pass("cpu").rotate(q)
+    if k.scheme.rotation != "none" and _known.get(whole) is not None:
+        try:
+            q = codec.one_pass("cpu").rotate(q) if stored(q) else q  # which is refused
+        except NotImplementedError:  # as in `call`
+            return None, ()
     return whole, (q, k.codes, v.codes, *paged, *tables)
 
 
@@ -198,6 +201,8 @@ def attend(key: Key | None, bound: Bound, lens: Tensor | None = None) -> Results
         ready = entry.read_in_walk(bound, opened)
         if ready is None:
             return entry.attend_coded(bound, opened)
+        if ready.q is not bound.q:  # rotated: the next call finds its kernel compiled
+            codec.one_pass("cpu").rotate(bound.q)
         bound = ready
     plain = None if key is None else torch_ops.call_plain(bound.q, bound.k, bound.v, bound.args)
     if key is None or plain is None:

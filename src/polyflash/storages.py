@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import mmap
 from collections.abc import Sequence
+from math import prod
 from operator import mul
 from typing import Any
 
@@ -78,22 +79,21 @@ def check_storages(tensors: dict[str, Any]) -> None:
             raise spec_error(name, f"a storage of {room} bytes", wanted, change)
 
 
-def on_huge_pages(x: Tensor) -> Tensor:
-    """`x`, which nobody has written, or one like it that begins with a page, and not 64 bytes behind as those
-    of torch: rows of 128 bytes then are what the machine reads at once. On Linux CPUs its memory may consist
-    of huge pages, where the system grants them on request: keys are then read a few percent faster. Smaller
-    than one it stays as it is."""
-    if (
-        type(x) is not Tensor
-        or x.device.type != "cpu"
-        or x.nbytes < _HUGE
-        or not hasattr(mmap, "MADV_HUGEPAGE")
-    ):
-        return x
-    room = torch.empty(x.nbytes + mmap.PAGESIZE, dtype=torch.uint8, device=x.device)
-    at = -room.data_ptr() % mmap.PAGESIZE
-    x = room[at : at + x.nbytes].view(x.dtype).view(x.shape)
-    start, end = -(-x.data_ptr() // _HUGE) * _HUGE, (x.data_ptr() + x.nbytes) // _HUGE * _HUGE
+def empty_of_keys(
+    shape: Sequence[int], dtype: torch.dtype | None, device: torch.device | str | None
+) -> Tensor:
+    """An uninitialised tensor. On a Linux CPU a large one begins with a page, and not 64 bytes behind as
+    torch's do: rows of 128 bytes then are what the machine reads at once. Its memory may consist of huge
+    pages, where the system grants them on request: keys are then read a few percent faster."""
+    like = torch.empty(0, dtype=dtype, device=device)
+    size = prod(shape) * like.itemsize
+    plain = type(like) is Tensor and like.device.type == "cpu" and hasattr(mmap, "MADV_HUGEPAGE")
+    if not plain or size < _HUGE:
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
+    room = torch.empty(size + mmap.PAGESIZE, dtype=torch.uint8, device=device)
+    first = -room.data_ptr() % mmap.PAGESIZE
+    x = room[first : first + size].view(like.dtype).view(tuple(shape))
+    start, end = -(-x.data_ptr() // _HUGE) * _HUGE, (x.data_ptr() + size) // _HUGE * _HUGE
     if start < end:
         _may_be_huge(start, end - start)
     return x

@@ -147,6 +147,8 @@ def test_known_calls_over_rotated_keys_rotate_their_queries(planned, pages):  # 
         assert not planned and torch.equal(q, given)
         assert torch.equal(got, whole_way(lambda: call(q, k)))  # noqa: B023
         assert not torch.equal(got, call(q, replace(k, scheme=Scheme())))
+    around = torch._to_functional_tensor(queries[0])  # which has no address
+    assert torch.equal(call(around, k), call(queries[0], k))
     short = queries[0].clone()
     short.untyped_storage().resize_(short.nbytes - 4)
     with pytest.raises(SpecError, match="storage"):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import polyflash
 from polyflash import SpecError, UnsupportedError, storages
-from polyflash.kvcache import KVCache, OutOfPages, Request, Rope, layout, write_tokens
+from polyflash.kvcache import KVCache, OutOfPages, Request, Rope, write_tokens
 from polyflash.kvcache import cache as module
 from tests.kvcache.plain import (
     DIM,
@@ -608,4 +608,4 @@ def test_pools_may_be_huge_pages_of_memory(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.undo()
     storages._may_be_huge(0, 1 << 21)  # refused: nothing is there
     with torch._subclasses.fake_tensor.FakeTensorMode():
-        assert layout.empty_pool((1 << 22,), torch.float32, "cpu").shape == (1 << 22,)
+        assert storages.empty_of_keys((1 << 22,), torch.float32, "cpu").shape == (1 << 22,)

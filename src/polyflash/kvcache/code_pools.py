@@ -17,9 +17,10 @@ from torch import Tensor
 
 from polyflash.errors import described, spec_error
 from polyflash.kvcache.code_writes import InPlace, Turn, quantiser_of, written_at_once
-from polyflash.kvcache.layout import empty_pool, ints, moved, read_slots, slots_of, write_slots
+from polyflash.kvcache.layout import ints, moved, read_slots, slots_of, write_slots
 from polyflash.quant.scheme import KINDS, NAMED, Scheme
 from polyflash.quant.tensor import QuantizedTensor, dequantize, quantize
+from polyflash.storages import empty_of_keys
 
 Quant = str | tuple[Scheme, Scheme]  # a name of `quant.NAMED`, or schemes for K and V
 
@@ -45,9 +46,9 @@ class CodePools:
         _check(name, scheme, self.dtype, page_size, width)
         self.group = form.scale.tokens
         self._storage = getattr(torch, KINDS[scheme.dtype].storage)
-        codes = empty_pool((layers, pages, page_size, heads, width // form.packed), torch.uint8, device)
+        codes = empty_of_keys((layers, pages, page_size, heads, width // form.packed), torch.uint8, device)
         sizes = [(layers, pages, heads, *x.counts(page_size, width)) for x in (form.scale, form.shift) if x]
-        tables = [empty_pool(size, torch.float32, device) for size in sizes]
+        tables = [empty_of_keys(size, torch.float32, device) for size in sizes]
         # by layer, (num_pages, tokens or groups of a page, num_kv_heads, width) each
         self.stores = [(codes[n], *(x[n].transpose(1, 2) for x in tables)) for n in range(layers)]
         views = [(c.view(self._storage).transpose(1, 2), *x) for c, *x in zip(codes, *tables, strict=True)]

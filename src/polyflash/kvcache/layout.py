@@ -16,7 +16,6 @@ from torch import Tensor
 from polyflash.errors import described, spec_error
 from polyflash.kvcache.handles import is_ints
 from polyflash.mask import is_strided
-from polyflash.storages import on_huge_pages
 from polyflash.validate import overlaps
 
 PoolLayout = Literal["NHD", "HND"]
@@ -45,11 +44,6 @@ def layers_of(name: str, pools: Tensor | Sequence[Tensor], layout: PoolLayout) -
             got = f"strides {pool.stride()} for {tuple(pool.shape)}"
             raise spec_error(name, got, "an address of its own per element", "Use .contiguous().")
     return tuple(pool.transpose(1, 2) for pool in found) if layout == "HND" else found
-
-
-def empty_pool(shape: Sequence[int], dtype: torch.dtype | None, device: torch.device | str | None) -> Tensor:
-    """An uninitialised tensor, on huge pages of memory where the system grants them."""
-    return on_huge_pages(torch.empty(tuple(shape), dtype=dtype, device=device))
 
 
 def check_pools(k_pages: Sequence[Tensor], v_pages: Sequence[Tensor]) -> None:

@@ -14,7 +14,6 @@ from polyflash.kvcache.handles import Counts, Request, Requests, Snapshot, check
 from polyflash.kvcache.layout import (
     PoolLayout,
     check_pools,
-    empty_pool,
     ints,
     layers_of,
     moved,
@@ -26,6 +25,7 @@ from polyflash.kvcache.occupancy import CacheStats, occupancy, survivors
 from polyflash.kvcache.pages import Pages
 from polyflash.kvcache.shared_prefix import Tables
 from polyflash.quant.tensor import KV, QuantizedTensor, dequantize
+from polyflash.storages import empty_of_keys
 
 Pools = Tensor | Sequence[Tensor]  # of every layer
 
@@ -58,7 +58,7 @@ class Storage:
             codes = tuple(CodePools(name, x, (*shape, width), dtype, device) for name, x, width in parts)
             self._adopt(codes[0].layers, codes[1].layers, scrub, codes)
             return
-        k, v = (empty_pool((*shape, width), dtype, device) for width in (head_dim, width_v))
+        k, v = (empty_of_keys((*shape, width), dtype, device) for width in (head_dim, width_v))
         self._adopt(layers_of("k_pages", k, "NHD"), layers_of("v_pages", v, "NHD"), scrub)
 
     @classmethod

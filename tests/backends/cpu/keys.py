@@ -8,7 +8,7 @@ from typing import Any
 from polyflash.backends.cpu import configs
 from polyflash.backends.cpu.backward_configs import BackwardKey, BiasGradientKey
 from polyflash.backends.cpu.configs import BUCKETS, ISAS, STORAGE_BYTES, DropoutKey, KernelKey, ScoreKey
-from polyflash.backends.cpu.quantize_configs import QuantizeKey
+from polyflash.backends.cpu.quantize_configs import QuantizeKey, RotateKey
 from polyflash.backends.cpu.statistics_configs import StatisticsKey
 from polyflash.quant.scheme import KINDS
 from polyflash.target import Target
@@ -42,8 +42,9 @@ def integer(target: Target) -> Iterator[KernelKey]:
                 yield from (KernelKey(target.arch, "int8dot", dtype, nv, bucket) for bucket in BUCKETS)
 
 
-def quantize(target: Target) -> Iterator[QuantizeKey]:
+def quantize(target: Target) -> Iterator[QuantizeKey | RotateKey]:
     for storage in STORAGE_BYTES if target.arch in ISAS else ():
+        yield RotateKey(target.arch, storage)
         for dtype, kind in KINDS.items():
             for affine in (False, True) if kind.levels else (False,):
                 for by_channel in (False, True) if dtype != "mxfp4" else (False,):

@@ -93,6 +93,23 @@ def test_what_no_row_sees_changes_no_bit(name: str):
             assert torch.equal(found.out[:, :, 1], want.out[:, :, 1])
 
 
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+def test_hidden_values_of_large_scale_cost_no_bits(name: str):
+    """Of a key that one of two rows, or none, sees: float16 weights are kept in range by what is seen."""
+    q, k, v = qkv(2, 60, 32, torch.bfloat16)
+    seen = torch.ones(2, 1, 2, 60, dtype=torch.bool)
+    seen[..., 59] = False
+    k, v = (quantize(x, scheme) for x, scheme in zip((k, v), NAMED[name], strict=True))
+    cases: tuple[dict[str, Any], ...] = ({"causal": True}, {"mask": seen}, {"mask": seen[:, :, :1]})
+    for options in cases:
+        some = q[:, :, :1] if options.get("mask", seen).shape[2] == 1 else q
+        want = run(some, k, v, **options)
+        large = replace(v, scale=v.scale.clone())
+        large.scale[:, :, 59] = 1e20
+        found = run(some, k, large, **options)
+        assert torch.equal(found.out[:, :, 0], want.out[:, :, 0])
+
+
 WIDE = {
     **{name: NAMED[name] for name in ("int8", "fp8", "int4", "int4-token", "mxfp4", "int8-channel")},
     "fp8-mean": (Scheme(dtype="fp8_e4m3"), Scheme(dtype="fp8_e4m3", smoothing="mean")),

@@ -100,9 +100,10 @@ def walk(key: CodesKey, stage: Any, list_rows: Any) -> Any:
 
     @device
     def attend_split(tile, k, v, key_lo, key_hi, all_lo, all_hi, state, heads, ready, beyond):
-        """The keys [key_lo, key_hi) of `heads` kv heads, block by block; while one is read, the next rows of
-        K and V are prefetched. `ready` is 1 or 2 if the rows of the first are listed, in slot 0 or 1, as
-        those after key_hi are afterwards, as far as there are keys before `beyond`."""
+        """The keys [key_lo, key_hi) of `heads` kv heads, block by block, whatever all rows see of them; while
+        one is read, the next rows of K and V are prefetched. `ready` is 1 or 2 if the rows of the first are
+        listed, in slot 0 or 1, as those after key_hi are afterwards, as far as there are keys before
+        `beyond`."""
         args = tile.args
         block, block_n, slot_bytes = tile.block, args.block_n, (args.block_n + LANES) * 8
         if not FOLDED:

@@ -21,7 +21,7 @@ from polyflash.backends.cpu.words import Group, Quantize
 from polyflash.errors import UnsupportedError
 from polyflash.quant import codec
 from polyflash.quant.scheme import KINDS, Scheme
-from polyflash.storages import near, on_huge_pages, stored
+from polyflash.storages import empty_of_keys, near, stored
 
 VALUES_PER_US = 1500  # that one core makes codes of: what the thread decision assumes
 PART_VALUES = 1 << 13  # of a unit, about
@@ -79,10 +79,10 @@ def encode(
     form = scheme.codes
     batch, heads, seqlen, head_dim = x.shape
     x = near(x if x.stride(3) == 1 or head_dim == 1 else x.contiguous())
-    codes = on_huge_pages(x.new_empty((*x.shape[:3], head_dim // form.packed), dtype=torch.uint8))
+    codes = empty_of_keys((*x.shape[:3], head_dim // form.packed), torch.uint8, x.device)
     entries = batch, heads, *form.scale.counts(seqlen, head_dim)
-    scale = on_huge_pages(x.new_empty(entries, dtype=torch.float32))
-    shift = None if scheme.symmetric else on_huge_pages(torch.empty_like(scale))
+    scale = empty_of_keys(entries, torch.float32, x.device)
+    shift = None if scheme.symmetric else empty_of_keys(entries, torch.float32, x.device)
     number = np.arange(batch, dtype=np.int64)
     groups = np.zeros((batch, len(Group._fields)), dtype=np.int64)
     groups[:, 0] = x.data_ptr() + number * x.stride(0) * x.itemsize
@@ -117,7 +117,7 @@ def _rotation(dtype: torch.dtype) -> Callable[..., None] | None:
 def rotate(x: Tensor) -> Tensor:
     """`codec.rotate` of few rows, of which there are some. They are contiguous, stored and `is_readable`."""
     kernel = _rotation(x.dtype)
-    if kernel is None:
+    if kernel is None or not x.data_ptr():  # a tensor around another has none
         return codec.rotate(x)
     out, channels = torch.empty_like(x, dtype=torch.float32), x.shape[-1]
     kernel(x.data_ptr(), out.data_ptr(), x.numel() // channels, channels, *_hadamard(channels))

@@ -121,9 +121,8 @@ class Prepared(forward.Prepared):
         for name in "KV":
             half = turned if sides[f"{name}_CODES"] == "int8" else sides[f"{name}_PER"] == 2
             half = half and sides[f"{name}_SCALE"] == "key" and self.target.kind != "hip"
-            half = half and (
-                name == "K" or sides["V_SHIFT"] != "channel"
-            )  # sums with them are in their units
+            if name == "V":  # one largest scale for all rows, so they see the same keys; sums have V's units
+                half = half and alone and sides["V_SHIFT"] != "channel"
             sides[f"{name}_HALF"] = half and PARTS[q.dtype] == 1
         # Groups of 8 words of V have scales: are there pairs of them for two warps, and one row of 4 heads?
         pairs = alone and self.config.block_m == 4 and PARTS[q.dtype] == 1 and sides["V_WORDS"] >= 32
