@@ -201,7 +201,7 @@ def attend(key: Key | None, bound: Bound, lens: Tensor | None = None) -> Results
         ready = entry.read_in_walk(bound, opened)
         if ready is None:
             return entry.attend_coded(bound, opened)
-        if ready.q is not bound.q:  # rotated: the next call finds its kernel compiled
+        if ready.q is not bound.q and key not in _known:  # rotated: the next call finds it compiled
             codec.one_pass("cpu").rotate(bound.q)
         bound = ready
     plain = None if key is None else torch_ops.call_plain(bound.q, bound.k, bound.v, bound.args)

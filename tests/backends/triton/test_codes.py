@@ -137,7 +137,8 @@ def test_sizes_that_float16_does_not_hold(name: str, dim: int):
         right = attention_reference(q.double() * (1 if factor == 1.0 else 2.0**-3), *values)
         error = (found.out.double() - right.out).norm(dim=-1) / right.out.norm(dim=-1)
         assert error.max() < 8e-3, (factor, error.flatten())
-        assert (found.lse.double() - right.lse).abs().max() < 3e-4  # scaled q: two bfloat16
+        two = dim == 256 and codes[0].scheme.granularity == "channel"  # q times its scales: two bfloat16
+        assert (found.lse.double() - right.lse).abs().max() < (2e-4 if two else 1e-4)
 
 
 def test_codes_of_nan_reach_their_channel():
