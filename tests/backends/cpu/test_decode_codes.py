@@ -158,6 +158,17 @@ def test_float16(name):
     level_a(decode(q, k, v), q, k, v, name)
 
 
+def test_splits_of_codes_are_longer_where_heads_share_out_the_threads():
+    """The size decides bits: it hangs on neither the batch nor the number of keys."""
+    for heads, coded_keys in ((8, 2048), (4, 2048), (2, 1024)):
+        for batch, keys in ((1, 100), (3, 70_000)):
+            sizes = batch, 8, heads, 1, keys, 64, 64
+            spec = AttentionSpec(Phase.DECODE, "bfloat16", "cpu", *sizes, frozenset())
+            assert decode_configs.choose(spec, HERE).split_keys == 1024
+            spec = replace(spec, codes="int8/1x0,int8/1x0")
+            assert decode_configs.choose(spec, HERE).split_keys == coded_keys
+
+
 @pytest.mark.parametrize(
     "heads, name",
     (
@@ -166,12 +177,11 @@ def test_float16(name):
     ),
 )
 def test_pages_splits_and_heads_change_no_bit(monkeypatch, heads, name):
-    """Tables lie by pages, as the codes; what no key stands in is garbage, its scales NaN. Many
-    keys of whole tensors a single row reads by turns, one head at a time; others in phases."""
+    """Tables lie by pages, as the codes; what no key stands in is garbage, its scales NaN."""
     from polyflash.backends.cpu import decode as host
 
-    keys = 65_600 if name == "int8-smooth" and heads == 2 else 700  # turns are for what no cache holds
-    size, lens = 64, ints(keys, 391)
+    keys, size = 700, 64
+    lens = ints(keys, 391)
     schemes = {**SCHEMES, **BYTES}[name]
     plain = tuple(s if s.smoothing != "mean" else replace(s, smoothing="block_mean") for s in schemes)
     k, v = (quantize(randn(2, 2, keys, 128, seed=n), s) for n, s in enumerate(plain))

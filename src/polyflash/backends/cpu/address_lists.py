@@ -55,10 +55,11 @@ class AddressLists:
             self._fill(e, place, rows, e.splat(b.mul(step, I64(n)), n), size)
 
     @stage
-    def add_addresses(self, e: Emitter, dst: Value, distance: Value, count: Value, kept: Value) -> None:
-        """Moves `count` addresses on, rounded up to whole vectors; one that is `kept` stays."""
+    def add_addresses(self, e: Emitter, src, dst, distance, count, kept) -> None:
+        """At `dst` the `count` addresses at `src`, rounded up to whole vectors, a distance on; one that is
+        `kept` stays."""
         n, kind = self.lanes // 2, ir.VectorType(I64, self.lanes // 2)
         further, same = e.splat(distance, n), e.splat(kept, n)
-        with e.walk(e.b.udiv(e.b.add(count, I64(n - 1)), I64(n)), (dst, 8 * n)) as (p,):
-            x = e.load(p, 0, kind)
+        with e.walk(e.b.udiv(e.b.add(count, I64(n - 1)), I64(n)), (src, 8 * n), (dst, 8 * n)) as (old, p):
+            x = e.load(old, 0, kind)
             e.store(e.b.select(e.b.icmp_signed("==", x, same), x, e.b.add(x, further)), p)

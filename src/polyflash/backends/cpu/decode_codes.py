@@ -11,22 +11,14 @@ from typing import Any
 
 from polyflash.backends.cpu import configs
 from polyflash.backends.cpu.decode_codes_configs import CodesKey
-from polyflash.backends.cpu.intrinsics import greatest, least, load_i32, word
+from polyflash.backends.cpu.intrinsics import greatest, least, load_i32, quotient, word
 from polyflash.backends.cpu.structs import Blocks
 from polyflash.backends.cpu.words import DECODE, K_BATCH, V_BATCH
 
 device = Blocks(DECODE).device
 
 BEYOND = 1 << 40  # more keys than there are
-BYTES_AHEAD = (
-    8192  # of K or V behind the next block: of 4 to 32 KiB the best or near it, and of 0 a tenth slower
-)
-
-
-@device
-def further(args, tensor, keys):
-    """Bytes between the next block of whole tensors and what is prefetched."""
-    return keys * word(args, tensor + 2) if args.page_table == 0 else 0
+KEYS_AHEAD = 512  # of one head, whose scales and shifts are prefetched
 
 
 def walk(key: CodesKey, stage: Any, list_rows: Any) -> Any:
@@ -40,30 +32,31 @@ def walk(key: CodesKey, stage: Any, list_rows: Any) -> Any:
     SHIFT_TOKENS = 0 if key.k.shift is None else key.k.shift.tokens
     CHANNEL_SCALES, SHIFTED, V_SHIFTED = not KEY_SCALES, key.k.shift is not None, key.v.shift is not None
     RUN, LENT, FOLDED = key.run, key.lent, CHANNEL_SCALES or SHIFTED
-    K_AHEAD, V_AHEAD = (BYTES_AHEAD // max(1, n) for n in key.row_bytes)  # keys
     WIDTH = key.live_groups  # of V, scales of a key
 
     entry_at, copy_entries = _tables(stage)
 
     @device
-    def list_both(tile, k, v, slot, first, last, i_h):
-        """The rows of K and V of a block and head; in two slots, that at hand and the next."""
-        args, place = tile.args, slot * (tile.args.block_n + LANES) * 8
-        list_rows(tile, k + i_h * word(args, K_BATCH + 1), K_BATCH, tile.k_rows + place, first, last)
-        list_rows(tile, v + i_h * word(args, V_BATCH + 1), V_BATCH, tile.v_rows + place, first, last)
+    def list_both(tile, k, v, place, first, last):
+        """The rows of K and V of a block and the first head; in two slots, that at hand and the next."""
+        list_rows(tile, k, K_BATCH, tile.k_rows + place, first, last)
+        list_rows(tile, v, V_BATCH, tile.v_rows + place, first, last)
 
     @device
-    def fold(tile, floats, q, j, i_h):
+    def fold(tile, floats, q, j, i_h, ahead):
         """At `q` integers of the rows of Q for the keys that share with j what is folded into Q."""
-        scale = shift = tile.zero
+        scale = shift = later_scale = later_shift = tile.zero
+        later = least(j + ahead, tile.item.live - 1)
         if CHANNEL_SCALES:
             scale = entry_at(tile, K_SCALE, K_TOKENS, j, i_h)
+            later_scale = entry_at(tile, K_SCALE, K_TOKENS, later, i_h)
         if SHIFTED:
             shift = entry_at(tile, K_SHIFT, SHIFT_TOKENS, j, i_h)
-        stage.fold_query(floats, q, scale, shift)
+            later_shift = entry_at(tile, K_SHIFT, SHIFT_TOKENS, later, i_h)
+        stage.fold_query(floats, q, scale, shift, later_scale, later_shift)
 
     @device
-    def score_block(tile, q, first, last, begin, i_h, k_rows, later, top, v_later):
+    def score_block(tile, q, first, last, begin, i_h, k_rows, later, top, v_later, ahead):
         """Scores of a block and head, run by run of keys that share what is folded into Q. `v_later` are rows
         of V to be asked for meanwhile."""
         args, s, j, run = tile.args, tile.s, first, BEYOND
@@ -72,28 +65,29 @@ def walk(key: CodesKey, stage: Any, list_rows: Any) -> Any:
         elif args.page_table != 0:
             run = args.page_size
         if KEY_SCALES:
-            copy_entries(tile, K_SCALE, K_TOKENS, tile.stage + (first - begin) * 4, first, last, i_h, 1)
+            copy_entries(
+                tile, K_SCALE, K_TOKENS, tile.stage + (first - begin) * 4, first, last, i_h, 1, ahead
+            )
         while j < last:
-            end = least(last, (j // run + 1) * run)
+            end = least(last, (quotient(j, run) + 1) * run) if run < BEYOND else last
             if FOLDED:
-                fold(tile, q, q, j, i_h)
+                fold(tile, q, q, j, i_h, ahead)
             at = j // STEP * STEP
             vectors, far = ((end + STEP - 1) // STEP * STEP - at) // KEYS, (at - begin) * 8
             s_at, scales = s + (at - begin) * ROWS * 4, tile.stage + (at - begin) * 4
             keys, values = (k_rows + far, q, s_at, top, vectors), v_later + far * LENT // STEP
             seen, change = (tile.limits, at), (args.score_factor, args.score_cap)
-            ahead = (later + far, further(args, K_BATCH, K_AHEAD), values, further(args, V_BATCH, V_AHEAD))
-            stage.scores_of_codes(*keys, *seen, *change, scales, *ahead)
+            stage.scores_of_codes(*keys, *seen, *change, scales, later + far, values)
             j = end
 
     @device
-    def copy_scales(tile, first, last, begin, i_h):
+    def copy_scales(tile, first, last, begin, i_h, ahead):
         """Copies V's scales and shifts of a block; returns where its first are, and bytes between both."""
         scales, size = tile.stage + tile.args.block_n * 4, tile.args.block_n * WIDTH * 4
         at = scales + (first - begin) * WIDTH * 4
-        copy_entries(tile, V_SCALE, V_TOKENS, at, first, last, i_h, WIDTH)
+        copy_entries(tile, V_SCALE, V_TOKENS, at, first, last, i_h, WIDTH, ahead)
         if V_SHIFTED:
-            copy_entries(tile, V_SHIFT, V_TOKENS, at + size, first, last, i_h, WIDTH)
+            copy_entries(tile, V_SHIFT, V_TOKENS, at + size, first, last, i_h, WIDTH, ahead)
         return scales, size
 
     weigh_block = _weighing(key, stage, copy_scales)
@@ -109,36 +103,37 @@ def walk(key: CodesKey, stage: Any, list_rows: Any) -> Any:
         if not FOLDED:
             for i_h in range(heads):
                 q = tile.q + i_h * args.q_tile
-                stage.fold_query(q, q, tile.zero, tile.zero)
+                stage.fold_query(q, q, tile.zero, tile.zero, tile.zero, tile.zero)
+        ahead = greatest(KEYS_AHEAD // heads, block_n)
         i_n, end_n = key_lo // block_n, (key_hi + block_n - 1) // block_n
         while i_n < end_n:
             first, last = greatest(i_n * block_n, key_lo), least((i_n + 1) * block_n, key_hi)
             begin, end = first // STEP * STEP, (last + STEP - 1) // STEP * STEP
             vectors = (end - begin) // KEYS
             if ready == 0:
-                list_both(tile, k, v, 0, first, last, 0)
+                list_both(tile, k, v, 0, first, last)
                 ready = 1
             for i_h in range(heads):
                 slot, stats = ready - 1, state + i_h * args.partial_bytes
-                if i_h + 1 < heads:
-                    list_both(tile, k, v, 1 - slot, first, last, i_h + 1)
-                elif last < beyond:
-                    list_both(tile, k, v, 1 - slot, last, least((last // block_n + 1) * block_n, beyond), 0)
                 own, later = slot * slot_bytes, (1 - slot) * slot_bytes
                 k_rows, v_rows = tile.k_rows, tile.v_rows
+                own_k, own_v, later_k, later_v = k_rows + own, v_rows + own, k_rows + later, v_rows + later
+                if i_h + 1 < heads:
+                    stage.add_addresses(own_k, later_k, word(args, K_BATCH + 1), end - begin, tile.zero)
+                    stage.add_addresses(own_v, later_v, word(args, V_BATCH + 1), end - begin, tile.zero)
+                elif last < beyond:
+                    list_both(tile, k, v, later, last, least((last // block_n + 1) * block_n, beyond))
                 stage.fill(block, 1, MINUS_INF)
                 q, unasked = tile.q + i_h * args.q_tile, (end - begin) // STEP * (STEP - LENT) * 8
-                own_k, own_v, later_k, later_v = k_rows + own, v_rows + own, k_rows + later, v_rows + later
-                score_block(tile, q, first, last, begin, i_h, own_k, later_k, block, own_v + unasked)
-                more = further(args, V_BATCH, V_AHEAD)
-                others = weigh_block(tile, block, first, last, begin, vectors, i_h, stats, later_v, more)
+                score_block(tile, q, first, last, begin, i_h, own_k, later_k, block, own_v + unasked, ahead)
+                others = weigh_block(tile, block, first, last, begin, vectors, i_h, stats, later_v, ahead)
                 o, sums, count = stats + 2 * VECTOR, block + 2 * VECTOR, (end - begin) // JOINED
                 later_v += vectors * 8 if BYTES else 0
-                stage.accumulate_codes(own_v, tile.p, o, block, sums, count, later_v, more)
+                stage.accumulate_codes(own_v, tile.p, o, block, sums, count, later_v)
                 if BYTES and others != 0:
                     stage.weigh_others(tile.addresses, tile.p, sums, vectors)
                     stage.fill(block, 1, ONE)
-                    stage.accumulate_codes(own_v, tile.p, o, block, sums, count, own_v, 0)
+                    stage.accumulate_codes(own_v, tile.p, o, block, sums, count, own_v)
                 ready = 2 - slot
             i_n += 1
         return ready
@@ -152,7 +147,7 @@ def _weighing(key: CodesKey, stage: Any, copy_scales: Any) -> Any:
     VECTOR, BYTES = key.lanes * 4, key.bytes
 
     @device
-    def weigh_block(tile, block, first, last, begin, vectors, i_h, stats, later, more):
+    def weigh_block(tile, block, first, last, begin, vectors, i_h, stats, later, ahead):
         s, p, held, sums, scale = (
             tile.s,
             tile.p,
@@ -160,11 +155,10 @@ def _weighing(key: CodesKey, stage: Any, copy_scales: Any) -> Any:
             tile.block + 2 * VECTOR,
             tile.args.scale_log2,
         )
-        scales, size = copy_scales(tile, first, last, begin, i_h)
+        scales, size = copy_scales(tile, first, last, begin, i_h, ahead)
         if BYTES:
-            return stage.weigh_scores(
-                s, held, p, sums, vectors, scales, scales + size, block, stats, scale, later, more
-            )
+            shifts = scales + size
+            return stage.weigh_scores(s, held, p, sums, vectors, scales, shifts, block, stats, scale, later)
         stage.online_softmax(s, vectors, block, stats, scale)
         stage.weigh_codes(s, held, p, sums, vectors, scales, scales + size)
         return 0
@@ -173,7 +167,7 @@ def _weighing(key: CodesKey, stage: Any, copy_scales: Any) -> Any:
 
 
 def _tables(stage: Any) -> tuple[Any, Any]:
-    """Two device functions of 5 and 8 arguments, over tables of scales or shifts."""
+    """Two device functions of 5 and 9 arguments, over tables of scales or shifts."""
 
     @device
     def entry_at(tile, table, tokens, j, i_h):
@@ -185,26 +179,28 @@ def _tables(stage: Any) -> tuple[Any, Any]:
             at += tile.item.batch * word(args, table + 1)
         else:
             row = args.page_table + tile.item.batch * args.page_table_batch
-            page = load_i32(row + j // args.page_size * args.page_table_entry)
+            i_page = quotient(j, args.page_size)
+            page = load_i32(row + i_page * args.page_table_entry)
             if page < 0 or page >= args.num_pages:
                 return tile.zero
             at += page * word(args, table + 1)
-            j = j % args.page_size
+            j -= i_page * args.page_size
         return at if tokens == 0 else at + j // tokens * word(args, table + 3)
 
     @device
-    def copy_entries(tile, table, tokens, dst, first, last, i_h, width):
+    def copy_entries(tile, table, tokens, dst, first, last, i_h, width, ahead):
         """`width` floats of each of the keys [first, last)."""
         args, j = tile.args, first
         while j < last:
             end = last
             if args.page_table != 0:
-                end = least(last, (j // args.page_size + 1) * args.page_size)
+                end = least(last, (quotient(j, args.page_size) + 1) * args.page_size)
             src = entry_at(tile, table, tokens, j, i_h)
             step = word(args, table + 3)
             if tokens == 0 or src == tile.zero:
                 step = 0
-            stage.copy_entries(src, step, end - j, dst + (j - first) * width * 4, width)
+            later = entry_at(tile, table, tokens, least(j + ahead, tile.item.live - 1), i_h)
+            stage.copy_entries(src, step, end - j, dst + (j - first) * width * 4, width, later)
             j = end
 
     return entry_at, copy_entries

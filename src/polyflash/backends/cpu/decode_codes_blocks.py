@@ -49,12 +49,10 @@ class CodesTile(Integers):
         cap,
         scales,
         later,
-        further,
         v_later,
-        v_further,
     ) -> None:
-        """`scores` of the integers of Q at `q`; `scales` are those of keys, if K has any. Meanwhile what
-        lies `further` bytes behind the `later` rows of K, and likewise of V, is prefetched."""
+        """`scores` of the integers of Q at `q`; `scales` are those of keys, if K has any. Meanwhile the
+        `later` rows of K, and of V, are prefetched."""
         b, p_limits, planes = e.b, e.pointer(limits), e.at(e.pointer(q), self.key.planes)
         lo, width = e.load(p_limits, 0, e.vi), e.load(p_limits, e.bytes, e.vi)
         in_group = ir.Constant(e.vi, [lane // self.rows for lane in range(self.lanes)])
@@ -71,9 +69,9 @@ class CodesTile(Integers):
         def group(i: Value, values: list[Value]) -> list[Value]:
             p_rows, p_s, largest, at, p_later, p_scales, p_values = values
             for n in range(lent):
-                row = e.at(e.pointer(e.load(p_values, 8 * n, I64)), v_further)
+                row = e.pointer(e.load(p_values, 8 * n, I64))
                 self._ask(e, row, self.key.v, self.key.head_dim_v)
-            made = sums_of(e, p_rows, (p_later, further), planes)
+            made = sums_of(e, p_rows, p_later, planes)
             made = [score(x, e.at(p_scales, j * self.keys * 4)) for j, x in enumerate(made)]
             ids = [b.add(at, e.ints(j * self.keys)) for j in range(together)]
 
@@ -112,25 +110,24 @@ class CodesTile(Integers):
         """Make what gives the integers of a vector of scores, key by key."""
         p_sums = e.b.alloca(e.vi, size=self.lanes) if self.rows == 1 else None
 
-        def sums_of(e: Emitter, p_rows: Value, listed: Any, planes: Value) -> list[Value]:
-            p_later, further = listed
+        def sums_of(e: Emitter, p_rows: Value, p_later: Value, planes: Value) -> list[Value]:
             sums: list[Value] = []
             if self.rows == 1:
                 places = (p_rows, 8), (p_later, 8), (p_sums, e.bytes)
                 with e.walk(self.keys, *places, rolled=True) as (*listed, p_sum):
                     row, next_row = (e.pointer(e.load(x, 0, I64)) for x in listed)
-                    self._ask(e, e.at(next_row, further), self.key.k, self.key.head_dim)
+                    self._ask(e, next_row, self.key.k, self.key.head_dim)
                     e.store(self._products(e, row, planes)[0], p_sum)
                 sums = [e.load(p_sums, n * e.bytes, e.vi) for n in range(self.lanes)]
             for j in range(self.keys if self.rows > 1 else 0):
                 row, next_row = (e.pointer(e.load(p, 8 * j, I64)) for p in (p_rows, p_later))
-                self._ask(e, e.at(next_row, further), self.key.k, self.key.head_dim)
+                self._ask(e, next_row, self.key.k, self.key.head_dim)
                 sums += self._products(e, row, planes)
             return [sums_of_lanes(e, sums)]
 
         return sums_of
 
-    def _sums_by_fours(self, e: Emitter, p_rows: Value, listed: Any, planes: Value) -> list[Value]:
+    def _sums_by_fours(self, e: Emitter, p_rows: Value, p_later: Value, planes: Value) -> list[Value]:
         """The integers of the scores of four keys. The 32-bit columns of every 128 bits of theirs are
         transposed, so that a lane sums products of one key: only lanes of a key 128 bits apart are left to
         be added, of each row once for the four."""
@@ -138,9 +135,9 @@ class CodesTile(Integers):
         fours = range(self.fours)
         sums: list[list[Value]] = [[e.ints(0)] * self.rows for _ in fours]
         keys = range(4 * self.fours)
-        rows, later = ([e.pointer(e.load(p, 8 * j, I64)) for j in keys] for p in (p_rows, listed[0]))
+        rows, later = ([e.pointer(e.load(p, 8 * j, I64)) for j in keys] for p in (p_rows, p_later))
         for row in later:
-            self._ask(e, e.at(row, listed[1]), codes, self.key.head_dim)
+            self._ask(e, row, codes, self.key.head_dim)
         for u in self._units_of(codes, self.key.head_dim):
             x = [self._words(e, row, codes, self.key.head_dim, u) for row in rows]
             turned = [
@@ -199,19 +196,19 @@ class CodesTile(Integers):
 
     # weights
     @stage
-    def copy_entries(self, e: Emitter, src, step, count, dst, width) -> None:
-        """`width` floats of each of `count` keys, `step` bytes apart, one behind the other; what lies as far
-        behind them is prefetched."""
-        b, bytes_each, ahead = e.b, e.b.mul(width, I64(4)), e.b.mul(count, step)
+    def copy_entries(self, e: Emitter, src, step, count, dst, width, later) -> None:
+        """`width` floats of each of `count` keys, `step` bytes apart, one behind the other; as many `later`
+        ones are prefetched."""
+        b, bytes_each = e.b, e.b.mul(width, I64(4))
         touch = b.icmp_signed("==", step, bytes_each)
 
         def floats(p: list[Value], inside: Value | None) -> list[Value]:
-            e.prefetch(e.at(p[0], ahead))
+            e.prefetch(p[2], PREFETCH_LEVEL)
             e.store(e.load(p[0], inside=inside), p[1], inside=inside)
-            return [e.at(p[0], e.bytes), e.at(p[1], e.bytes)]
+            return [e.at(x, e.bytes) for x in p]
 
         together = b.select(touch, b.mul(count, width), I64(0))
-        e.each_vector(together, self.lanes, [e.pointer(src), e.pointer(dst)], floats)
+        e.each_vector(together, self.lanes, [e.pointer(x) for x in (src, dst, later)], floats)
         apart = b.select(touch, I64(0), count)
         with (
             e.walk(apart, (src, step), (dst, bytes_each)) as (p, place),
@@ -281,9 +278,9 @@ class CodesTile(Integers):
 
     # O = alpha·O + P·V
     @stage
-    def accumulate_codes(self, e: Emitter, v_rows, pairs, o, alpha, sums, count, later, further) -> None:
+    def accumulate_codes(self, e: Emitter, v_rows, pairs, o, alpha, sums, count, later) -> None:
         """`count` pairs of keys, whose sums are made apart and then added."""
-        walks, args = self._walks(), (v_rows, pairs, o, alpha, sums, count, later, further)
+        walks, args = self._walks(), (v_rows, pairs, o, alpha, sums, count, later)
         lines = [(j, byte) for j in (0, 1) for byte in self._lines(self.key.v, self.key.head_dim_v)]
         for n, (own, some) in enumerate(walks):
             self._some_columns(e, own, some, args, lines[n :: len(walks)])
@@ -292,7 +289,7 @@ class CodesTile(Integers):
         self, e: Emitter, rows: range, columns: Sequence[tuple[int, int]], args: Any, lines: Any
     ) -> None:
         """One walk over the keys, for some rows and parts of units; of later pairs it prefetches `lines`."""
-        v_rows, pairs, o, alpha, sums, count, later, further = args
+        v_rows, pairs, o, alpha, sums, count, later = args
         n = self.key.joined
         places = (v_rows, 8 * n), (pairs, self.key.value_groups * self.rows * 4), (later, 16)
         zeros = [e.ints(0)] * (2 * len(columns) * len(rows))
@@ -300,7 +297,7 @@ class CodesTile(Integers):
             p_rows, p_weights, p_later = walk
             keys = [e.pointer(e.load(p_rows, 8 * j, I64)) for j in range(n)]
             for j, byte in lines:
-                row = e.at(e.pointer(e.load(p_later, 8 * j, I64)), further)
+                row = e.pointer(e.load(p_later, 8 * j, I64))
                 e.prefetch(e.at(row, byte), PREFETCH_LEVEL)
             walk.acc = self._weigh_keys(e, keys, p_weights, walk.acc, rows, columns)
         self._add_values(e, walk.acc, o, alpha, sums, rows, columns)

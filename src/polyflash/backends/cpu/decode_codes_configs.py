@@ -66,12 +66,6 @@ class CodesKey(DecodeKey):
         return 4 if self.bytes else 2
 
     @property
-    def row_bytes(self) -> tuple[int, int]:
-        """Bytes of the codes of a key of K, and of V."""
-        pairs = (self.k, self.head_dim), (self.v, self.head_dim_v)
-        return tuple(dim * KINDS[codes.dtype].bits // 8 for codes, dim in pairs)  # type: ignore[return-value]
-
-    @property
     def query_row(self) -> int:
         """Bytes of a row of Q as float32, up to a whole unit of K."""
         unit = self.unit_of(self.k)

@@ -16,7 +16,6 @@ from polyflash.quant.scheme import KINDS, Codes, per_word
 
 MOST = 32767.0  # in steps of a scale
 MIDDLES = {"int8": (128, 0), "int4": (8,)}  # of parts by turns: the integer that stands for 0
-RUNS_AHEAD = 3  # of keys that share scales of channels: whose are prefetched
 ROUNDED = 0x4B400000  # the bits of 1.5·2²³, beyond which a float32 counts in ones
 LEAST = 1e-34  # of a largest value, below which all are 0: the inverse of its scale is finite
 
@@ -119,15 +118,15 @@ class Integers(DecodeTile):
             e.store(b.bitcast(b.xor(b.bitcast(x, e.vi), flip), e.vf), place, first * 4)
 
     @stage
-    def fold_query(self, e: Emitter, floats: Value, q: Value, scale: Value, shift: Value) -> None:
+    def fold_query(self, e: Emitter, floats, q, scale, shift, later_scale, later_shift) -> None:
         """At `q` the rows of Q as integers, times the scales of channels at `scale`, and their product with
-        the shifts; tables that K has not are not read."""
+        the shifts; tables that K has not are not read. The later ones are prefetched."""
         b, key, rows, source = e.b, self.key, range(self.rows), e.pointer(floats)
         tile, channels = e.pointer(q), range(0, key.query_row // 4, self.lanes)
         scaled, moved = key.k.scale.channels > 0, key.k.shift is not None
-        for table in [scale] * scaled + [shift] * moved:
+        for table in [later_scale] * scaled + [later_shift] * moved:
             for first in channels[:: max(1, LINE // e.bytes)]:
-                e.prefetch(e.at(e.pointer(table), first * 4 + RUNS_AHEAD * key.head_dim * 4))
+                e.prefetch(e.at(e.pointer(table), first * 4), PREFETCH_LEVEL)
 
         def entries(table: Value, first: int) -> Value:
             there = ir.Constant(e.vbits, [first + m < key.head_dim for m in range(self.lanes)])

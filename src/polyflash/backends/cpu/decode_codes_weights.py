@@ -38,7 +38,6 @@ class ByteWeights(CodesTile):
         stats,
         scale_bits,
         later,
-        more,
     ) -> Value:
         """`online_softmax` and `weigh_codes` of the weights that are positive; returns whether any is not.
         Those are left at `floats`. With every vector a row of V that is read later is prefetched."""
@@ -48,7 +47,7 @@ class ByteWeights(CodesTile):
 
         def scaled(i: Value, x: list[Value]) -> list[Value]:
             p_later, p_s, p_held, p_scale, p_shift, total, *tops = x
-            self._ask(e, e.at(e.pointer(e.load(p_later, 0, I64)), more), self.key.v, self.key.head_dim_v)
+            self._ask(e, e.pointer(e.load(p_later, 0, I64)), self.key.v, self.key.head_dim_v)
             d = b.fmul(b.fsub(e.load(p_s), m_safe), scale)
             seen = b.fcmp_unordered(">", d, e.floats(FLOOR))
             weight = self._power_of_seen(e, d, seen)

@@ -180,6 +180,8 @@ def scratch(key: DecodeKey, head_dim: int, head_dim_v: int, block_n: int) -> Scr
 
 
 def choose(spec: AttentionSpec, target: Target) -> DecodeConfig:
-    """Splits of 1024 keys, whatever the call: the size decides bits."""
+    """Splits of 1024 keys, whatever the call: the size decides bits. Of codes, whose keys have half or a
+    third of the bytes, 2048 where several heads give the threads their items."""
     isa, compute, _ = configs.native(spec, target)
-    return DecodeConfig(1024, 128, compute, isa)
+    longer = spec.codes and spec.num_kv_heads >= 4
+    return DecodeConfig(2048 if longer else 1024, 128, compute, isa)

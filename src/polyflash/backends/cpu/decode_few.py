@@ -30,7 +30,7 @@ from polyflash.backends.cpu.decode_configs import (
     SCORED,
     DecodeKey,
 )
-from polyflash.backends.cpu.intrinsics import greatest, least, load_i32, store_i32, word
+from polyflash.backends.cpu.intrinsics import greatest, least, load_i32, quotient, store_i32, word
 from polyflash.backends.cpu.pool_kernel import add as arrive
 from polyflash.backends.cpu.structs import Blocks
 from polyflash.backends.cpu.words import DECODE, K_BATCH, V_BATCH
@@ -58,7 +58,7 @@ def build(key: DecodeKey) -> Any:
         """Address of the table entry of key j."""
         args = tile.args
         row = tile.item.batch * args.page_table_batch
-        return args.page_table + row + j // args.page_size * args.page_table_entry
+        return args.page_table + row + quotient(j, args.page_size) * args.page_table_entry
 
     @device
     def row_at(tile, src, page_stride, row_stride, j):
@@ -69,7 +69,7 @@ def build(key: DecodeKey) -> Any:
         page = load_i32(table_at(tile, j))
         if page < 0 or page >= args.num_pages:
             return 0
-        return src + page * page_stride + j % args.page_size * row_stride
+        return src + page * page_stride + (j - quotient(j, args.page_size) * args.page_size) * row_stride
 
     @device
     def list_rows(tile, src, tensor, dst, first, last):
@@ -97,13 +97,14 @@ def build(key: DecodeKey) -> Any:
         elif args.page_table == 0:
             stage.fill_addresses(dst + first * 8, src + first * row_stride, row_stride, last - first)
         else:
-            if first % size != 0:  # the rest of a page whose first keys belong to the block before
-                j = least(last, (first // size + 1) * size)
+            begun = quotient(first, size) * size
+            if first != begun:  # the rest of a page whose first keys belong to the block before
+                j = least(last, begun + size)
                 row = row_at(tile, src, page_stride, row_stride, first)
                 stage.fill_addresses(
                     dst + first * 8, row if row != 0 else zero, row_stride if row != 0 else 0, j - first
                 )
-            whole = (last - j) // size
+            whole = quotient(last - j, size)
             entries, stride = table_at(tile, j), args.page_table_entry
             pages = args.num_pages
             stage.fill_pages(
@@ -127,7 +128,7 @@ def build(key: DecodeKey) -> Any:
             list_rows(tile, src + i_h * stride, tensor, dst, first, last)
         else:
             dst += first % STEP * 8
-            stage.add_addresses(dst, stride, last - first, zero)
+            stage.add_addresses(dst, dst, stride, last - first, zero)
             stage.fill_addresses(dst + (last - first) * 8, zero, 0, -last % STEP)
 
     @device
@@ -225,9 +226,11 @@ def build(key: DecodeKey) -> Any:
                     ready = attend_split(
                         tile, k, v, key_lo, key_hi, seen_lo, seen_hi, at, heads_here, ready, beyond
                     )
+                if CODES:
+                    break
                 for i_h in range(heads_here):
                     bad |= stage.has_nan(at + i_h * width + 2 * VECTOR, units * ROWS * PARTS)
-                if bad == 0 or CODES:
+                if bad == 0:
                     break
             split_lo += args.split_keys
 
