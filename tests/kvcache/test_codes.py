@@ -368,6 +368,13 @@ def test_forks_have_values_of_their_own() -> None:
             assert_whole(cache, request, known)
 
 
+def test_codes_of_a_head_lie_together_in_a_page() -> None:
+    """On a CPU, which reads a head at a time; their axes are those of every pool."""
+    for codes in (coded("int4").k_pages[0].codes, coded("int8").v_pages[0].codes):
+        _, heads, tokens, width = codes.shape
+        assert codes.stride() == (heads * tokens * width, tokens * width, width, 1)
+
+
 def test_bytes_are_those_that_are_held() -> None:
     for name in SCHEMES:
         cache = coded(name, pages=5)

@@ -46,7 +46,11 @@ class CodePools:
         _check(name, scheme, self.dtype, page_size, width)
         self.group = form.scale.tokens
         self._storage = getattr(torch, KINDS[scheme.dtype].storage)
-        codes = empty_of_keys((layers, pages, page_size, heads, width // form.packed), torch.uint8, device)
+        # A CPU reads a head at a time: 64 bytes of every 512 would cost it a quarter more than whole pages.
+        by_head = torch.empty(0, device=device).is_cpu
+        rows = (heads, page_size) if by_head else (page_size, heads)
+        codes = empty_of_keys((layers, pages, *rows, width // form.packed), torch.uint8, device)
+        codes = codes.transpose(2, 3) if by_head else codes
         sizes = [(layers, pages, heads, *x.counts(page_size, width)) for x in (form.scale, form.shift) if x]
         tables = [empty_of_keys(size, torch.float32, device) for size in sizes]
         # by layer, (num_pages, tokens or groups of a page, num_kv_heads, width) each

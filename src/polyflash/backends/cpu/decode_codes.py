@@ -148,13 +148,8 @@ def _weighing(key: CodesKey, stage: Any, copy_scales: Any) -> Any:
 
     @device
     def weigh_block(tile, block, first, last, begin, vectors, i_h, stats, later, ahead):
-        s, p, held, sums, scale = (
-            tile.s,
-            tile.p,
-            tile.addresses,
-            tile.block + 2 * VECTOR,
-            tile.args.scale_log2,
-        )
+        s, p, held, sums = tile.s, tile.p, tile.addresses, tile.block + 2 * VECTOR
+        scale = tile.args.scale_log2
         scales, size = copy_scales(tile, first, last, begin, i_h, ahead)
         if BYTES:
             shifts = scales + size
