@@ -160,7 +160,7 @@ def least(builder: ir.IRBuilder, x: Value, y: Value) -> Value:
 
 @emits(types.int64)
 def quotient(builder: ir.IRBuilder, x: Value, y: Value) -> Value:
-    """x // y of numbers of keys, which have 31 bits: a quarter of what 64 and a look at signs take."""
+    """x // y of counts of keys, which fit 31 bits: one unsigned division of 32 bits and no look at signs."""
     return builder.zext(builder.udiv(builder.trunc(x, I32), builder.trunc(y, I32)), I64)
 
 
