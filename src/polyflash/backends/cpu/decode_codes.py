@@ -166,8 +166,7 @@ def _tables(stage: Any) -> tuple[Any, Any]:
 
     @device
     def entry_at(tile, table, tokens, j, i_h):
-        """Address of what a table has for key j of head i_h of the item, and bytes to that of the next key if
-        each has its own; of a page that is none, zeros."""
+        """Address of what a table has for key j of head i_h of the item; of a page that is none, zeros."""
         args, head = tile.args, tile.item.head + i_h
         at = word(args, table) + head * word(args, table + 2)
         if args.page_table == 0:
