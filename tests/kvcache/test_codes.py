@@ -243,7 +243,7 @@ def test_codes_are_those_of_the_whole_whatever_befalls_a_request(name: str) -> N
 @pytest.mark.parametrize("name", ["int4", "int8"])
 def test_values_made_ready_first_are_coded_alike(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a step writes where no quantiser reads values as they lie, as on a GPU."""
-    monkeypatch.setattr(code_pools, "quantiser_of", lambda scheme, values: 0)
+    monkeypatch.setattr(code_pools, "quantiser_of", lambda *_: 0)
     test_pieces_are_coded_like_the_whole(name, torch.bfloat16)
     test_rejected_tokens_leave_no_trace()
 
@@ -285,20 +285,23 @@ def test_a_layer_written_twice_has_the_codes_of_the_last(name: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(bits(got), bits(want), strict=True))
 
 
-def test_strided_values_are_coded_like_dense_ones() -> None:
-    """As views of a projection's result are."""
-    for name in ("int4", "int8"):
-        cache, tokens = coded(name, layers=1), Tokens(1)
-        (request,) = cache.add()
-        held: list[Token] = []
-        for n in (3, 6, 1):
-            new = tokens.make(n)
-            wide = [torch.stack([x, x], 1) for x in layer_of(new, 0, cache.dtype)]
-            cache.append(
-                request, wide[0][:, 1], wide[1].transpose(2, 3).contiguous().transpose(2, 3)[:, 0], counts=n
-            )
-            held += new
-            assert_whole(cache, request, held)
+@pytest.mark.parametrize("name", ["int4", "int8"])
+def test_layers_of_a_step_may_have_strides_of_their_own(name: str) -> None:
+    """As views of a projection's result have; codes are those of dense values."""
+    cache, tokens = coded(name), Tokens(LAYERS)
+    (request,) = cache.add()
+    held: list[Token] = []
+    for n in (3, 6, 1):
+        new = tokens.make(n)
+        with cache.reserve(request, n) as step:
+            for layer in range(LAYERS):
+                k, v = layer_of(new, layer, cache.dtype)
+                if layer:
+                    k, v = (torch.stack([x, x], 1) for x in (k, v))
+                    k, v = k[:, 1], v.transpose(2, 3).contiguous().transpose(2, 3)[:, 0]
+                step.write(k, v, layer=layer)
+        held += new
+        assert_whole(cache, request, held)
 
 
 def test_a_group_that_was_full_keeps_its_codes_when_cut() -> None:

@@ -51,7 +51,7 @@ class Step:
             positions = positions + ahead.repeat_interleave(each)
         self.slot_mapping = moved(slots, tables.device)
         self.positions = moved(positions, tables.device)
-        self.writers = tuple(Writer(pools, *where) for pools in cache.codes)
+        self.writers = tuple(Writer(pools, self.slot_mapping, where) for pools in cache.codes)
 
     @property
     def open(self) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +23,7 @@ from polyflash.quant.scheme import KINDS, NAMED, Scheme
 from polyflash.quant.tensor import QuantizedTensor, dequantize, quantize
 from polyflash.storages import empty_of_keys
 
+Where = tuple[Tensor, int, Sequence[int], Sequence[int]]  # what `slots_of` takes
 Quant = str | tuple[Scheme, Scheme]  # a name of `quant.NAMED`, or schemes for K and V
 
 
@@ -102,7 +104,7 @@ class CodePools:
         size, places = codes.shape[1], pages * codes.shape[1] + slots
         if kernel:
             each = np.ones(len(slots), np.int64)
-            InPlace(self, places.numpy(), each, {}, ()).write(kernel, 0, values, None)
+            InPlace(self, kernel, places.numpy(), each, {}, []).write(0, values, None)
             return
         inside = (pages.clamp(0, len(codes) - 1) == pages) & (slots.clamp(0, size - 1) == slots)
         if not written_at_once(self, 0, torch.where(inside, places, -1), values):
@@ -193,33 +195,40 @@ class Left(NamedTuple):
 class Writer:
     """One step's writes to one `CodePools`. Made while the allocator is locked."""
 
-    def __init__(
-        self, pools: CodePools, table: Tensor, page_size: int, starts: Sequence[int], counts: Sequence[int]
-    ) -> None:
-        self.pools, size = pools, pools.group
-        device = pools.layers[0].device
-        ends = [s + n for s, n in zip(starts, counts, strict=True)]
-        spans = [-(-e // size) - s // size if e > s else 0 for s, e in zip(starts, ends, strict=True)]
-        groups, number = slots_of(table, page_size // size, [s // size for s in starts], spans)
-        self.groups = moved(groups, device)
+    def __init__(self, pools: CodePools, slots: Tensor, where: Where) -> None:
+        (table, page_size, starts, counts), size = where, pools.group
+        self.pools, self._starts, self._counts = pools, starts, counts
         self.begun: list[Begun] = []
         self.left: list[Left] = []
         self.pages: list[int] = []  # whose tails the step replaces
         self._saved: dict[int, list[Tensor]] = {}
         self._in_place: InPlace | None = None
         if size == 1:
-            self._live = np.ones(len(groups), np.int64)
+            self.groups, self._live = slots, np.ones(len(slots), np.int64)
             return
-        bases = [*itertools.accumulate(spans, initial=0)]
-        rows = [np.arange(n) + b * size + s % size for n, b, s in zip(counts, bases, starts, strict=False)]
-        self._rows = moved(torch.from_numpy(np.concatenate([np.empty(0, np.int64), *rows])), device)
+        ends = [s + n for s, n in zip(starts, counts, strict=True)]
+        spans = [-(-e // size) - s // size if e > s else 0 for s, e in zip(starts, ends, strict=True)]
+        groups, number = slots_of(table, page_size // size, [s // size for s in starts], spans)
+        self.groups = moved(groups, slots.device)
+        bases = self._bases = [*itertools.accumulate(spans, initial=0)]
         live = np.repeat(np.asarray(ends, np.int64), spans) - number.numpy() * size
         self._live = live.clip(max=size)
-        self._lens = moved(torch.from_numpy(self._live), device)
         for row, base, span, start, end in zip(table.tolist(), bases, spans, starts, ends, strict=False):
             if start < end:
                 self._add(row, page_size, base, span, start, end)
-        self._first = moved(groups[[x.at for x in self.begun]], device)
+
+    @cached_property
+    def _whole(self) -> tuple[Tensor, Tensor]:
+        """Places of the new tokens among those of all groups, and the live tokens of each."""
+        size, each = self.pools.group, zip(self._counts, self._bases, self._starts, strict=False)
+        rows = [np.arange(n) + b * size + s % size for n, b, s in each]
+        made = np.concatenate([np.empty(0, np.int64), *rows]), self._live
+        return tuple(moved(torch.from_numpy(x), self.groups.device) for x in made)  # type: ignore[return-value]
+
+    @cached_property
+    def _first(self) -> Tensor:
+        """Slots of the groups that are begun."""
+        return self.groups[ints([x.at for x in self.begun], self.groups.device, torch.int64)]
 
     def _add(self, row: list[int], page_size: int, base: int, span: int, start: int, end: int) -> None:
         pools, size = self.pools, self.pools.group
@@ -238,7 +247,7 @@ class Writer:
         pools, size = self.pools, self.pools.group
         if not len(values):
             return
-        kernel = quantiser_of(pools.scheme, values)
+        kernel = quantiser_of(pools.scheme, values, self._in_place)
         if kernel:
             self._write_in_place(kernel, layer, values, turn)
             return
@@ -248,13 +257,14 @@ class Writer:
         if size == 1:
             pools.put(layer, self.groups, pools.encode(values[:, None]))
             return
+        rows, lens = self._whole
         x = values.new_zeros((len(self.groups) * size, *values.shape[1:]))
-        x = x.index_copy_(0, self._rows, values).unflatten(0, (-1, size))
+        x = x.index_copy_(0, rows, values).unflatten(0, (-1, size))
         if self.begun:
             saved = self._saved.setdefault(layer, pools.take(layer, self._first))
             places = [x[at, :n] for at, n, _ in self.begun]
             torch._foreach_copy_(places, [self._old(layer, i, saved) for i in range(len(places))])
-        pools.put(layer, self.groups, pools.encode(x, self._lens))
+        pools.put(layer, self.groups, pools.encode(x, lens))
         if self.left:
             tails = [tail.values[layer, first:end] for _, _, tail, first, end in self.left]
             torch._foreach_copy_(tails, [x[at, first:end] for at, _, _, first, end in self.left])
@@ -266,14 +276,14 @@ class Writer:
             begun = {x.at: (x.tokens, x.values) for x in self.begun}
             begun |= {x.at: (begun.get(x.at, (0, None))[0], x.tail.values) for x in self.left}
             known = [x.at for x in self.begun if x.values is not None]
-            self._in_place = InPlace(pools, self.groups.numpy(), self._live, begun, known)
+            self._in_place = InPlace(pools, kernel, self.groups.numpy(), self._live, begun, known)
         unknown = [i for i, x in enumerate(self.begun) if x.values is None]
         if unknown:
             saved = self._saved.setdefault(layer, pools.take(layer, self._first))
             for i in unknown:
                 at, tokens, _ = self.begun[i]
                 self._in_place.buffers[at][layer, :tokens] = self._old(layer, i, saved)
-        self._in_place.write(kernel, layer, values, turn)
+        self._in_place.write(layer, values, turn)
 
     def _old(self, layer: int, i: int, saved: list[Tensor]) -> Tensor:
         """The values that a group had before the step, (tokens, num_kv_heads, channels)."""

@@ -12,8 +12,6 @@ from torch import Tensor
 from polyflash.quant import codec
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from polyflash.kvcache.code_pools import CodePools
     from polyflash.kvcache.rope import Rope
     from polyflash.quant.scheme import Scheme
@@ -44,12 +42,13 @@ class Turn:
         return cos, sin, self.rope.interleaved
 
 
-def quantiser_of(scheme: Scheme, values: Tensor) -> int:
-    """Address of what quantises such values as they lie; 0 if they have to be made ready first."""
+def quantiser_of(scheme: Scheme, values: Tensor, before: InPlace | None = None) -> int:
+    """Address of what quantises such values as they lie, that of a write before of the same dtype; 0 if they
+    have to be made ready first."""
     kernels = codec.one_pass("cpu") if values.is_cpu else None
     if kernels is None or not kernels.is_readable(values):
         return 0
-    return kernels.kernel_for(scheme, values.dtype)  # type: ignore[no-any-return]
+    return kernels.kernel_for(scheme, values.dtype) if before is None else before.kernel  # type: ignore[no-any-return]
 
 
 def written_at_once(
@@ -68,74 +67,66 @@ class InPlace:
     """The groups of a step: their slots and live tokens (int64 numpy), and by number what is there of some
     before (tokens, values (num_layers, group size, num_kv_heads, channels)): all new values of those are kept
     beside these. The codes of groups that are `known` are those of their values: they stay where no scale
-    changes."""
+    changes. From layer to layer only addresses change, so all else is laid out once."""
 
     def __init__(
-        self,
-        pools: CodePools,
-        groups: Any,
-        live: Any,
-        begun: dict[int, tuple[int, Tensor | None]],
-        known: Sequence[int],
+        self, pools: CodePools, kernel: int, groups: Any, live: Any, begun: dict[int, Any], known: list[int]
     ) -> None:
-        self.pools, self._layers = pools, dict[int, int]()
+        self.pools, self.kernel, self._layers = pools, kernel, set[int]()
         codes, table = pools.stores[0][:2]
-        per_page = codes.shape[1] // pools.group
-        self._begun = sorted(begun)
+        per_page, own = codes.shape[1] // pools.group, sorted(begun)
         first = np.zeros_like(groups)
-        first[self._begun] = [begun[at][0] for at in self._begun]
+        first[own] = [begun[at][0] for at in own]
         # Values that are known by their codes alone, of a group that this step fills, get room.
-        self.buffers = {at: pools.room() if (x := begun[at][1]) is None else x for at in self._begun}
-        self._bases = np.array([self.buffers[at].data_ptr() for at in self._begun], np.int64)
+        self.buffers = {at: pools.room() if (x := begun[at][1]) is None else x for at in own}
+        self._between = next((x.stride(0) * x.element_size() for x in self.buffers.values()), 0)
         new = live - first
         self._rows = new.cumsum() - new
         page, place = divmod(groups, per_page)
-        at_table = page * table.stride(0) + place * table.stride(1)
+        at_table = 4 * (page * table.stride(0) + place * table.stride(1))
         of_codes = page * codes.stride(0) + place * pools.group * codes.stride(1)
-        zeros = np.zeros_like(groups)
-        self._known = list(known)
-        columns = zeros, live, zeros, first, of_codes, 4 * at_table, zeros, self._rows
-        self._table = np.stack(columns, 1)
+        tails, self._kept = np.zeros_like(groups), np.zeros_like(groups)
+        tails[own], self._kept[known] = [x.data_ptr() for x in self.buffers.values()], first[known]
+        self._table = np.stack((live, live, tails, first, of_codes, at_table, self._kept, self._rows), 1)
+        self._like: Any = None  # strides and angles of the write before, which ran what was prepared
 
-    def write(self, kernel: int, layer: int, values: Tensor, turn: Turn | None) -> None:
+    def write(self, layer: int, values: Tensor, turn: Turn | None) -> None:
         """Quantises the new tokens of a layer, (total, num_kv_heads, channels), turned on their way."""
         angles = (0, 0, 0, False)
         if turn is not None:
             cos, sin, neighbours = turn.factors(values)
             angles = cos.data_ptr(), sin.data_ptr(), cos.shape[1], neighbours
-        if values.stride(2) != 1 or self._begun:  # tails are dense
+        if self.buffers or values.stride(2) != 1:  # tails are dense
             values = values.contiguous()
-        size, table = values.element_size(), self._table.copy()
-        table[:, 0] = values.data_ptr() + self._rows * (values.stride(0) * size)
-        if self._begun:
-            table[self._begun, 2] = table[self._begun, 0]
-            table[self._begun, 0] = self._of_layer(layer)
-        if layer not in self._layers:  # else codes are those of what this step wrote before
-            table[self._known, 6] = table[self._known, 3]
-        self._launch(kernel, layer, table, (values.stride(1) * size, values.stride(0) * size), angles)
-        self._layers[layer] = kernel
+        token, head, _ = (values.element_size() * s for s in values.stride())
+        if (like := (head, token, angles)) != self._like:
+            self._table[:, 0] = self._rows * token
+            self._like, self._prepared = like, self._made(self._table, *like)
+        if layer in self._layers:  # codes are those of what this step wrote before
+            self._table[:, 6] = 0
+        self._launch(layer, values.data_ptr(), *self._prepared)
+        if layer in self._layers:
+            self._table[:, 6] = self._kept
+        self._layers.add(layer)
 
     def rollback(self) -> None:
         """Makes the codes of groups that were there what they were, of the values that are known."""
-        table = self._table[self._begun]
-        were = table[:, 3] > 0
-        table[:, 1] = table[:, 3]
-        for layer, kernel in self._layers.items() if were.any() else ():
-            _, _, heads, channels = self.buffers[self._begun[0]].shape
-            size = self.pools.dtype.itemsize * channels
-            table[:, 0] = self._of_layer(layer)
-            self._launch(kernel, layer, table[were], (size, size * heads))
+        table = self._table[(self._table[:, 2] != 0) & (self._table[:, 3] > 0)]
+        table[:, 0], table[:, 1] = table[:, 2], table[:, 3]
+        table[:, 2] = table[:, 6] = 0
+        token = self._between // self.pools.group
+        for layer in self._layers if len(table) else ():
+            made = self._made(table, token // self.pools.stores[0][0].shape[2], token)
+            self._launch(layer, layer * self._between, *made)
 
-    def _of_layer(self, layer: int) -> Any:
-        buffer = self.buffers[self._begun[0]]
-        return self._bases + layer * buffer.stride(0) * buffer.element_size()
-
-    def _launch(self, kernel: int, layer: int, table: Any, strides: tuple[int, int], *angles: Any) -> None:
-        pools = self.pools
-        codes, scale, *shifts = pools.stores[layer]
-        shift = shifts[0].data_ptr() if shifts else 0
-        heads = codes.stride(2), codes.stride(1), scale.data_ptr(), shift, 4 * scale.stride(2)
-        kernels = codec.one_pass("cpu")
-        places = kernels.Places(codes.data_ptr(), *heads, 4 * scale.stride(1))
+    def _made(self, table: Any, head: int, token: int, *angles: Any) -> Any:
+        pools, kernels = self.pools, codec.one_pass("cpu")
+        codes, scale, *_ = pools.stores[0]
+        places = codes.stride(2), codes.stride(1), 4 * scale.stride(2), 4 * scale.stride(1)
         sizes = codes.shape[2], pools.group, pools.layers[0].shape[3]
-        kernels.launch(kernel, pools.scheme, table, sizes, strides, places, 0, *angles)
+        strides = kernels.Strides(head, token, *places)
+        return kernels.prepared(self.kernel, pools.scheme, table, sizes, strides, 0, *angles)
+
+    def _launch(self, layer: int, values: int, words: Any, how: Any) -> None:
+        bases = (x.data_ptr() for x in self.pools.stores[layer])
+        codec.one_pass("cpu").launch(words, how, values, layer * self._between, *bases)

@@ -61,8 +61,8 @@ class QuantizedTensor:
     def shape(self) -> torch.Size:
         batch, heads, tokens, stored = self.codes.shape
         channels = stored * self.form.packed
-        sizes = {"bhsd": (batch, heads, tokens), "bshd": (batch, tokens, heads), "thd": (tokens, heads)}
-        return torch.Size((*sizes[self.layout], channels))
+        sizes = (heads, tokens) if self.layout == "bhsd" else (tokens, heads)
+        return torch.Size((*sizes, channels) if self.layout == "thd" else (batch, *sizes, channels))
 
     @property
     def ndim(self) -> int:

@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import ctypes
 from array import array
+from collections import namedtuple
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,24 +24,17 @@ from polyflash.quant import codec
 from polyflash.quant.scheme import KINDS, Scheme
 from polyflash.storages import empty_of_keys, near, stored
 
+_dispatching, _tracing = torch._C._len_torch_dispatch_stack, torch._C._get_tracing_state
+_transform = torch._C._functorch.peek_interpreter_stack
 VALUES_PER_US = 1500  # that one core makes codes of: what the thread decision assumes
 PART_VALUES = 1 << 13  # of a unit, about
 UNITS_PER_THREAD = 8  # at least, before an item takes several
+BASES = Quantize._fields[:5]  # what a launch is told last
 # Bytes of codes that stand for 0.
 _ZERO = {"int4": 0x88, "nf4": 0x77}
-
-
-class Places(NamedTuple):
-    """Bases of the codes (groups, heads, tokens, bytes) and of the tables (groups, heads, blocks of tokens,
-    blocks of channels) that are written, and bytes between heads, tokens and blocks."""
-
-    codes: int
-    codes_head: int
-    codes_token: int
-    scale: int
-    shift: int
-    table_head: int
-    table_block: int
+# Bytes between heads, tokens and blocks of tokens, of values, of codes (groups, heads, tokens, bytes) and of
+# tables (groups, heads, blocks of tokens, blocks of channels).
+Strides = namedtuple("Strides", "x_head x_token codes_head codes_token table_head table_block")
 
 
 @lru_cache(maxsize=256)
@@ -60,11 +54,9 @@ def _address(key: runtime.Key) -> int:
 
 def is_readable(x: Any) -> bool:
     """Is x a tensor of memory that a kernel may read, in a call that nobody sees?"""
-    if type(x) is not torch.Tensor or torch._C._len_torch_dispatch_stack():
+    if type(x) is not torch.Tensor or _dispatching() or _transform() is not None or _tracing() is not None:
         return False
-    if torch._C._functorch.peek_interpreter_stack() is not None or torch._C._get_tracing_state() is not None:
-        return False
-    return x.device.type == "cpu" and not (x.is_neg() or x._is_zerotensor()) and stored(x)
+    return x.is_cpu and not (x.is_neg() or x._is_zerotensor()) and stored(x)
 
 
 def encode(
@@ -85,16 +77,18 @@ def encode(
     shift = None if scheme.symmetric else empty_of_keys(entries, torch.float32, x.device)
     number = np.arange(batch, dtype=np.int64)
     groups = np.zeros((batch, len(Group._fields)), dtype=np.int64)
-    groups[:, 0] = x.data_ptr() + number * x.stride(0) * x.itemsize
+    groups[:, 0] = number * x.stride(0) * x.itemsize
     groups[:, 1] = seqlen if lens is None else lens.cpu().numpy().clip(0, seqlen)
     groups[:, 4], groups[:, 5] = number * codes.stride(0), number * scale.stride(0) * 4
     means = None if mean is None else mean.contiguous()
-    places = Places(
-        *(codes.data_ptr(), *codes.stride()[1:3], scale.data_ptr(), 0 if shift is None else shift.data_ptr()),
+    strides = Strides(
+        *(x.itemsize * s for s in x.stride()[1:3]),
+        *codes.stride()[1:3],
         *(4 * s for s in scale.stride()[1:3]),
     )
-    strides = x.stride(1) * x.itemsize, x.stride(2) * x.itemsize
-    launch(kernel, scheme, groups, x.shape[1:], strides, places, 0 if means is None else means.data_ptr())
+    mean_at = 0 if means is None else means.data_ptr()
+    words, how = prepared(kernel, scheme, groups, x.shape[1:], strides, mean_at)
+    launch(words, how, x.data_ptr(), 0, *(y.data_ptr() for y in (codes, scale, shift) if y is not None))
     stored_as = getattr(torch, KINDS[scheme.dtype].storage)
     return codes.view(stored_as), scale, mean if shift is None else shift
 
@@ -124,18 +118,17 @@ def rotate(x: Tensor) -> Tensor:
     return out.to(x.dtype)
 
 
-def launch(
+def prepared(
     kernel: int,
     scheme: Scheme,
     groups: Any,
     sizes: Sequence[int],
-    strides: tuple[int, int],
-    places: Places,
+    strides: Strides,
     mean: int = 0,
     turn: tuple[int, int, int, bool] = (0, 0, 0, False),
-) -> None:
-    """Quantises `groups`, rows of `Group` (int64 numpy), of `sizes` = (heads, tokens, channels) each, whose
-    values lie `strides` bytes apart by head and by token, channels side by side. `mean` is the address of
+) -> tuple[array[int], tuple[Any, ...]]:
+    """All that `launch` takes to quantise `groups`, rows of `Group` (int64 numpy, which the caller keeps), of
+    `sizes` = (heads, tokens, channels) each, channels of values side by side. `mean` is the address of
     float32 (groups, heads, channels); `turn` are those of cosines and sines, their columns, and whether pairs
     are neighbours: rotary positions of new values (`Rope.factors`)."""
     heads, tokens, channels = sizes
@@ -158,12 +151,11 @@ def launch(
         part=part,
         parts=parts,
         units=units,
-        x_head=strides[0],
-        x_token=strides[1],
         channels=channels,
         shared=shared.channels or channels,
         mean=mean,
-        **places._asdict(),
+        **dict.fromkeys(BASES, 0),
+        **strides._asdict(),
         zero=_ZERO.get(scheme.dtype, 0),
         hadamard=hadamard,
         factor=factor,
@@ -174,6 +166,12 @@ def launch(
         turned=turned,
     )
     scratch = turned + (block * channels * 4 if turn[0] else 0)
-    address = array("q", words)
     items, wake = -(-total // units), work_us >= arguments.WAKE_FROM_US
-    pool.run(kernel, address.buffer_info()[0], items, threads, scratch, wake)
+    return array("q", words), (kernel, items, threads, scratch, wake)
+
+
+def launch(words: array[int], how: tuple[Any, ...], *bases: int) -> None:
+    """Quantises what was `prepared`, from and to these addresses: `BASES`, of which shifts may be absent."""
+    words[: len(bases)] = array("q", bases)
+    kernel, *others = how
+    pool.run(kernel, words.buffer_info()[0], *others)

@@ -163,24 +163,27 @@ Tables = namedtuple(
 # Where the tables of an item's kv head begin.
 TablesItem = namedtuple("TablesItem", "k_scales v_scales k_shifts v_channel_scales")
 
-# Values that are quantised: strides in bytes; bases of codes, scales and shifts, from which each group has
-# distances of its own. A group is `tokens` tokens in blocks that share scales; a unit is one head of `part`
-# of its blocks, an item `units` of these. shared: channels that share a scale; mean: of each group and head,
-# or 0; zero: the byte of codes that stand for 0. hadamard: channels that are rotated together, times `factor`
-# (a float32). cos, sin: float32 (new tokens, half) of rotary positions, or 0; neighbours: pairs are channels
-# 2i and 2i + 1. The scratch has a block of rotated float32, and from `turned` on one of values as they came.
+# Values that are quantised: strides in bytes; bases of values, codes, scales and shifts, from which each
+# group has distances of its own; tails: bytes from a tail of the first layer to that of this one. A group is
+# `tokens` tokens in blocks that share scales; a unit is one head of `part` of its blocks, an item `units` of
+# these. shared: channels that share a scale; mean: of each group and head, or 0; zero: the byte of codes that
+# stand for 0. hadamard: channels that are rotated together, times `factor` (a float32). cos, sin: float32
+# (new tokens, half) of rotary positions, or 0; neighbours: pairs are channels 2i and 2i + 1. The scratch has
+# a block of rotated float32, and from `turned` on one of values as they came.
 Quantize = namedtuple(
     "Quantize",
     """
+    values tails codes scale shift
     groups num_groups heads tokens block part parts units x_head x_token channels shared mean
-    codes codes_head codes_token scale shift table_head table_block zero
+    codes_head codes_token table_head table_block zero
     hadamard factor cos sin half neighbours turned
     """,
 )
-# source: its first value; live: tokens that are there. `new`: where those from `first` on are copied from
-# before, or 0. Distances from the bases of codes and of scales. kept: tokens whose codes are there, made
-# without those that follow. turn: number of its first new token, for `cos`.
-Group = namedtuple("Group", "source live new first codes table kept turn")
+# source: its first value; live: tokens that are there. tail: the address of those before `first`, behind
+# which values from the source on are copied first, or 0. codes, table: in their bases; scales and shifts lie
+# alike. kept: tokens whose codes are there, made without those that follow. turn: number of its first new
+# token, for `cos`.
+Group = namedtuple("Group", "source live tail first codes table kept turn")
 
 FORWARD = Layout(Tensors, Softmax, Operands, Cut, Scratch, pages="k_ids")
 BACKWARD = Layout(

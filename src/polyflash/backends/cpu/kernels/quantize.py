@@ -43,9 +43,10 @@ def build(key: QuantizeKey) -> Any:
     def encode_unit(args, number, head, part, scratch):
         """The blocks of a part of one group's tokens, of one head."""
         group = group_at(args.groups + number * GROUP_BYTES)
-        x, live, block = group.source + head * args.x_head, group.live, args.block
-        if group.new != 0:
-            src, dst = group.new + head * args.x_head, x + group.first * args.x_token
+        x, live, block = args.values + group.source + head * args.x_head, group.live, args.block
+        if group.tail != 0:
+            src, x = x, group.tail + args.tails + head * args.x_head
+            dst = x + group.first * args.x_token
             place_rows(args, src, dst, args.x_token, live - group.first, group.turn)
         codes = args.codes + group.codes + head * args.codes_head
         table, mean = group.table + head * args.table_head, args.mean
@@ -59,7 +60,7 @@ def build(key: QuantizeKey) -> Any:
             there = least(greatest(live - row, 0), rows)
             kept = least(greatest(group.kept - row, 0), there)
             at, step, place = x + row * args.x_token, args.x_token, codes + row * args.codes_token
-            if args.cos != 0 and group.new == 0:
+            if args.cos != 0 and group.tail == 0:
                 place_rows(args, at, scratch + args.turned, args.channels * ROW_SIZE, there, group.turn + row)
                 at, step = scratch + args.turned, args.channels * ROW_SIZE
             if ROTATED:
