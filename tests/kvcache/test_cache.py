@@ -6,6 +6,7 @@ import math
 import mmap
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ import polyflash
 from polyflash import SpecError, UnsupportedError, storages
 from polyflash.kvcache import KVCache, OutOfPages, Request, Rope, write_tokens
 from polyflash.kvcache import cache as module
+from polyflash.kvcache.layout import slots_of
 from tests.kvcache.plain import (
     DIM,
     DIM_V,
@@ -609,3 +611,17 @@ def test_pools_may_be_huge_pages_of_memory(monkeypatch: pytest.MonkeyPatch):
     storages._may_be_huge(0, 1 << 21)  # refused: nothing is there
     with torch._subclasses.fake_tensor.FakeTensorMode():
         assert storages.empty_of_keys((1 << 22,), torch.float32, "cpu").shape == (1 << 22,)
+
+
+@pytest.mark.parametrize("counts", [(1, 1), (2, 1), (0, 1), ()])
+def test_slots_are_64_bit_numbers(counts: tuple[int, ...]) -> None:
+    """Of one token each, and of several."""
+    table = np.array([[7, 2**28], [2**28 + 1, 5]], np.int32)[: len(counts)]
+    starts = (19, 3)[: len(counts)]
+    got = slots_of(table, 16, starts, counts)
+    places = [
+        (row, at + i) for row, at, n in zip(table.tolist(), starts, counts, strict=True) for i in range(n)
+    ]
+    want = [row[at // 16] * 16 + at % 16 for row, at in places], [at for _, at in places]
+    assert [x.tolist() for x in got] == [*want]
+    assert all(x.dtype is torch.int64 for x in got)

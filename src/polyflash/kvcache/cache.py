@@ -43,7 +43,7 @@ class Step:
         self._turn: Turn | None = None
         self.tables = tables  # those of the requests with the new tokens
         self.requests, self.counts = reservation.requests, reservation.counts
-        where = tables.host_table, tables.page_size, reservation.starts, self.counts
+        where = [e.pages for e in reservation.entries], tables.page_size, reservation.starts, self.counts
         slots, positions = slots_of(*where)
         evicted = [entry.evicted for entry in reservation.entries]
         if any(evicted):

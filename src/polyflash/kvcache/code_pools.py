@@ -23,7 +23,7 @@ from polyflash.quant.scheme import KINDS, NAMED, Scheme
 from polyflash.quant.tensor import QuantizedTensor, dequantize, quantize
 from polyflash.storages import empty_of_keys
 
-Where = tuple[Tensor, int, Sequence[int], Sequence[int]]  # what `slots_of` takes
+Where = tuple[Any, int, Sequence[int], Sequence[int]]  # what `slots_of` takes
 Quant = str | tuple[Scheme, Scheme]  # a name of `quant.NAMED`, or schemes for K and V
 
 
@@ -196,7 +196,7 @@ class Writer:
     """One step's writes to one `CodePools`. Made while the allocator is locked."""
 
     def __init__(self, pools: CodePools, slots: Tensor, where: Where) -> None:
-        (table, page_size, starts, counts), size = where, pools.group
+        (rows, page_size, starts, counts), size = where, pools.group
         self.pools, self._starts, self._counts = pools, starts, counts
         self.begun: list[Begun] = []
         self.left: list[Left] = []
@@ -208,29 +208,30 @@ class Writer:
             return
         ends = [s + n for s, n in zip(starts, counts, strict=True)]
         spans = [-(-e // size) - s // size if e > s else 0 for s, e in zip(starts, ends, strict=True)]
-        groups, number = slots_of(table, page_size // size, [s // size for s in starts], spans)
+        firsts = [s // size for s in starts]
+        groups, _ = slots_of(rows, page_size // size, firsts, spans)
         self.groups = moved(groups, slots.device)
         bases = self._bases = [*itertools.accumulate(spans, initial=0)]
-        live = np.repeat(np.asarray(ends, np.int64), spans) - number.numpy() * size
-        self._live = live.clip(max=size)
-        for row, base, span, start, end in zip(table.tolist(), bases, spans, starts, ends, strict=False):
+        each = zip(firsts, spans, ends, strict=True)
+        live = [min(end - n * size, size) for at, span, end in each for n in range(at, at + span)]
+        self._live = np.array(live, np.int64)
+        for row, base, span, start, end in zip(rows, bases, spans, starts, ends, strict=False):
             if start < end:
                 self._add(row, page_size, base, span, start, end)
 
     @cached_property
-    def _whole(self) -> tuple[Tensor, Tensor]:
+    def _whole(self) -> tuple[Tensor, ...]:
         """Places of the new tokens among those of all groups, and the live tokens of each."""
         size, each = self.pools.group, zip(self._counts, self._bases, self._starts, strict=False)
-        rows = [np.arange(n) + b * size + s % size for n, b, s in each]
-        made = np.concatenate([np.empty(0, np.int64), *rows]), self._live
-        return tuple(moved(torch.from_numpy(x), self.groups.device) for x in made)  # type: ignore[return-value]
+        rows = np.concatenate((np.arange(0), *(np.arange(n) + b * size + s % size for n, b, s in each)))
+        return tuple(moved(torch.from_numpy(x), self.groups.device) for x in (rows, self._live))
 
     @cached_property
     def _first(self) -> Tensor:
         """Slots of the groups that are begun."""
         return self.groups[ints([x.at for x in self.begun], self.groups.device, torch.int64)]
 
-    def _add(self, row: list[int], page_size: int, base: int, span: int, start: int, end: int) -> None:
+    def _add(self, row: Sequence[int], page_size: int, base: int, span: int, start: int, end: int) -> None:
         pools, size = self.pools, self.pools.group
         tail = pools.tail(row[start // page_size], start % page_size)
         self.pages.append(row[start // page_size])

@@ -65,9 +65,9 @@ def written_at_once(
 
 class InPlace:
     """The groups of a step: their slots and live tokens (int64 numpy), and by number what is there of some
-    before (tokens, values (num_layers, group size, num_kv_heads, channels)): all new values of those are kept
-    beside these. The codes of groups that are `known` are those of their values: they stay where no scale
-    changes. From layer to layer only addresses change, so all else is laid out once."""
+    before (tokens, values (num_layers, group size, num_kv_heads, channels)), beside which all new ones are
+    kept. Codes of `known` groups are those of their values: they stay where no scale changes. From layer to
+    layer only addresses change, so all else is laid out once."""
 
     def __init__(
         self, pools: CodePools, kernel: int, groups: Any, live: Any, begun: dict[int, Any], known: list[int]
@@ -122,8 +122,8 @@ class InPlace:
     def _made(self, table: Any, head: int, token: int, *angles: Any) -> Any:
         pools, kernels = self.pools, codec.one_pass("cpu")
         codes, scale, *_ = pools.stores[0]
-        places = codes.stride(2), codes.stride(1), 4 * scale.stride(2), 4 * scale.stride(1)
         sizes = codes.shape[2], pools.group, pools.layers[0].shape[3]
+        places = codes.stride(2), codes.stride(1), 4 * scale.stride(2), 4 * scale.stride(1)
         strides = kernels.Strides(head, token, *places)
         return kernels.prepared(self.kernel, pools.scheme, table, sizes, strides, 0, *angles)
 

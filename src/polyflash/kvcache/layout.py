@@ -6,8 +6,9 @@ are 64-bit numbers throughout."""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -65,30 +66,31 @@ def check_pools(k_pages: Sequence[Tensor], v_pages: Sequence[Tensor]) -> None:
         raise spec_error("k_pages", described(first), "floats, with every size but num_pages >= 1", change)
 
 
-def slots_of(
-    table: Tensor, page_size: int, starts: Sequence[int], counts: Sequence[int]
-) -> tuple[Tensor, Tensor]:
+def slots_of(pages: Any, page_size: int, starts: Sequence[int], counts: Sequence[int]) -> tuple[Tensor, ...]:
     """Slots and positions, int64 (total,) each on the CPU, of `counts[b]` tokens from position `starts[b]` on
-    of every request; `table` int32 (batch, max_pages) on the CPU. Uses numpy, as a few integers are not worth
-    waking torch's threads."""
-    first, number = (np.asarray(x, dtype=np.int64) for x in (starts, counts))
-    rows = np.repeat(np.arange(number.shape[0]), number)
-    positions = np.arange(rows.shape[0]) + (first - number.cumsum() + number)[rows]
-    page = positions // page_size
-    slots = table.numpy()[rows, page] * np.int64(page_size) + (positions - page * page_size)
-    return torch.from_numpy(slots), torch.from_numpy(positions)
+    of every request, which stands in `pages[b]`. A few integers are not worth waking torch's threads; and
+    behind megabytes of keys those of one token each are not worth calling numpy or torch.tensor."""
+    if all(n == 1 for n in counts):
+        each = zip(pages, starts, strict=True)
+        slots = [int(p[at // page_size]) * page_size + at % page_size for p, at in each]
+        return tuple(ints(x, torch.device("cpu"), torch.int64) for x in (slots, starts))
+    spans = [np.arange(at, at + n) for at, n in zip(starts, counts, strict=True)]
+    pages = [np.asarray(p, np.int64)[x // page_size] for p, x in zip(pages, spans, strict=True)]
+    places = [p * page_size + x % page_size for p, x in zip(pages, spans, strict=True)]
+    return tuple(torch.from_numpy(np.concatenate((np.arange(0), *x))) for x in (places, spans))
 
 
 def moved(x: Tensor, device: torch.device) -> Tensor:
     """Copies x from the host to `device`; through pinned memory to a GPU, so that nothing waits for it."""
     if device.type != "cuda" or not x.numel():
-        return x.to(device)
+        return x if x.device == device else x.to(device)
     return x.pin_memory().to(device, non_blocking=True)
 
 
 def ints(values: Sequence[int], device: torch.device, dtype: torch.dtype = torch.int32) -> Tensor:
-    """Makes a tensor (len(values),) on `device`, whatever the default device is."""
-    return moved(torch.tensor(values, dtype=dtype, device="cpu"), device)
+    """Makes a tensor (len(values),) on `device`, whatever the default device is; of an array, around it."""
+    x = values if isinstance(values, array) else array("q" if dtype is torch.int64 else "i", values)
+    return moved(torch.frombuffer(x, dtype=dtype) if x else torch.empty(0, dtype=dtype, device="cpu"), device)
 
 
 def write_slots(pages: Tensor, values: Tensor, slots: Tensor) -> None:

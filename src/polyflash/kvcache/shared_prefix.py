@@ -8,6 +8,7 @@ request (Juravsky et al., Hydragen, 2024; cascade inference of FlashInfer, 2024)
 from __future__ import annotations
 
 import itertools
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -47,10 +48,10 @@ class Tables:
     def of(entries: Sequence[Entry], page_size: int, device: torch.device) -> Tables:
         """The tables of what is known of some requests."""
         longest = max((len(entry.pages) for entry in entries), default=0)
-        table = torch.full((len(entries), longest), -1, dtype=torch.int32, device="cpu")
-        for row, entry in zip(table, entries, strict=True):
-            if entry.pages:
-                row[: len(entry.pages)] = torch.frombuffer(entry.pages, dtype=torch.int32)
+        pages = array("i")
+        for entry in entries:
+            pages += entry.pages + array("i", (-1,)) * (longest - len(entry.pages))
+        table = ints(pages, torch.device("cpu")).view(len(entries), longest)
         lengths, starts = tuple(e.length for e in entries), tuple(e.start for e in entries)
         return Tables(table, lengths, page_size, device, starts)
 

@@ -274,7 +274,7 @@ class Storage:
         for start, least, length in zip(first, tables.starts, tables.lengths, strict=True):
             checked_count("starts", start, least, length)
         rest = [length - start for start, length in zip(first, tables.lengths, strict=True)]
-        return moved(slots_of(tables.host_table, self.page_size, first, rest)[0], self.device)
+        return moved(slots_of(tables.host_table.numpy(), self.page_size, first, rest)[0], self.device)
 
     def read(self, request: Request, *, layer: int = 0, start: int = 0) -> tuple[Tensor, Tensor]:
         """Copies a request's keys and values from the token `start` on, (tokens, num_kv_heads, head_dim)
@@ -299,7 +299,7 @@ class Storage:
         tokens = tables.lengths[0] - checked_count("start", start, tables.starts[0], tables.lengths[0])
         for pools in self.codes:
             size, number = pools.group, -(-tokens // pools.group)
-            at, _ = slots_of(tables.host_table, self.page_size // size, [start // size], [number])
+            at, _ = slots_of(tables.host_table.numpy(), self.page_size // size, [start // size], [number])
             found.append(pools.sequence(pools.take(layer, moved(at, self.device)), tokens))
         return tuple(found)
 

@@ -30,8 +30,7 @@ VALUES_PER_US = 1500  # that one core makes codes of: what the thread decision a
 PART_VALUES = 1 << 13  # of a unit, about
 UNITS_PER_THREAD = 8  # at least, before an item takes several
 BASES = Quantize._fields[:5]  # what a launch is told last
-# Bytes of codes that stand for 0.
-_ZERO = {"int4": 0x88, "nf4": 0x77}
+_ZERO = {"int4": 0x88, "nf4": 0x77}  # bytes of codes that stand for 0
 # Bytes between heads, tokens and blocks of tokens, of values, of codes (groups, heads, tokens, bytes) and of
 # tables (groups, heads, blocks of tokens, blocks of channels).
 Strides = namedtuple("Strides", "x_head x_token codes_head codes_token table_head table_block")
@@ -173,5 +172,4 @@ def prepared(
 def launch(words: array[int], how: tuple[Any, ...], *bases: int) -> None:
     """Quantises what was `prepared`, from and to these addresses: `BASES`, of which shifts may be absent."""
     words[: len(bases)] = array("q", bases)
-    kernel, *others = how
-    pool.run(kernel, words.buffer_info()[0], *others)
+    pool.run(how[0], words.buffer_info()[0], *how[1:])
