@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 import polyflash
-from polyflash import repeats, routes, torch_ops
+from polyflash import quantize, repeats, routes, torch_ops
 from polyflash.counting import Tally
+from polyflash.kvcache import KVCache
 from polyflash.plan import Launch
+from polyflash.quant import NAMED, codec
 from polyflash.results import NO_LSE, outputs
 
 
@@ -183,3 +186,50 @@ def test_known_calls_of_a_gpu_need_no_key(monkeypatch, lse):
         monkeypatch.setattr(module, name, lambda *_, name=name: pytest.fail(name))
     for x, y in zip(call(), want, strict=True):
         assert torch.equal(x, y)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", ["int8", "int8-channel", "fp8", "int4-token", "int4", "mxfp4"])
+def test_known_calls_over_codes_read_their_own(monkeypatch, name):
+    """Over whole tensors and a cache, with the bits of the whole way."""
+    cache = KVCache(
+        16, 64, num_kv_heads=2, head_dim=64, num_layers=4, dtype=torch.bfloat16, quant=name, device="cuda"
+    )
+    requests = cache.add(2)
+    with cache.reserve(requests, 150) as step:
+        for layer in range(4):
+            step.write(*(torch.randn(300, 2, 64, device="cuda").bfloat16() for _ in "kv"), layer=layer)
+    calls = []
+    for layer in range(4):
+        q = torch.randn(2, 8, 1, 64, device="cuda").bfloat16()
+        pair = zip("kv", NAMED[name], strict=True)
+        k, v = (quantize(torch.randn(2, 2, 500, 64, device="cuda").bfloat16(), scheme) for _, scheme in pair)
+        calls.append(lambda q=q, k=k, v=v: polyflash.attention(q, k, v))
+        calls.append(lambda q=q, layer=layer: cache.attend(q[:, :, 0], requests, layer=layer))
+    want = []
+    for call in calls:
+        repeats._known.clear()
+        want.append(call())
+    for call in calls[:4]:  # the first of each kind is learnt, the second recorded
+        call()
+    monkeypatch.setattr(torch_ops, "call_plain", lambda *_: pytest.fail("the whole way"))
+    for call, result in zip(calls, want, strict=True):
+        assert torch.equal(call(), result)
+
+
+def test_the_key_of_coded_keys_tells_where_their_tables_lie(monkeypatch):
+    """A replayed kernel has the strides that were recorded; rotated and trained calls are not known."""
+    monkeypatch.setattr(repeats, "quiet", lambda q, *_, **__: (q.dtype, q.requires_grad))
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch.Tensor, "is_cpu", False)
+    x, q = torch.randn(1, 2, 64, 32).bfloat16(), torch.randn(1, 4, 1, 32).bfloat16()
+    monkeypatch.setattr(codec, "one_pass", lambda device: None)
+    k = quantize(x, NAMED["int4-token"][0])
+    wide = replace(k, scale=torch.stack((k.scale, k.scale), -1)[..., 0])
+    key, given = repeats.of_codes(q, k, k, ())
+    assert key is not None and [id(t) for t in given[3:]] == [id(t) for t in (k.scale, k.shift) * 2]
+    assert repeats.of_codes(q, k, k, ())[0] == key and repeats.of_codes(q, wide, k, ())[0] not in (None, key)
+    turned = replace(k, scheme=replace(k.scheme, rotation="hadamard"))
+    assert repeats.of_codes(q, turned, k, ())[0] is None
+    assert repeats.of_codes(q.requires_grad_(), k, k, ())[0] is None
