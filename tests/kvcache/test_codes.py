@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 import re
@@ -283,6 +284,31 @@ def test_a_layer_written_twice_has_the_codes_of_the_last(name: str) -> None:
     for old, x, scheme, got in pairs:
         want = quantize(torch.cat([old, x])[None], scheme, layout="bshd")
         assert all(torch.equal(a, b) for a, b in zip(bits(got), bits(want), strict=True))
+
+
+@pytest.mark.parametrize("name", ["int8-channel", "int4", "blocks"])
+@pytest.mark.parametrize("last", [False, True], ids=["first", "last"])
+def test_a_layer_may_be_written_where_it_lies_and_made_ready(name: str, last: bool) -> None:
+    """In one step, in either order, which is then taken back or not."""
+    cache, tokens = coded(name, layers=1), Tokens(1)
+    (request,) = cache.add()
+    held = tokens.make(2)
+    append(cache, {request: held})
+    values = layer_of(held, 0, cache.dtype)
+    new = [x.mean(0, keepdim=True) for x in values]
+    ways = [50 * x.abs() for x in new], new
+    negated = [torch.complex(x, -x).conj().imag for x in ways[last]]  # that no kernel reads as they lie
+    assert all(x.is_neg() for x in negated)
+    for error in (InterruptedError, None):
+        with contextlib.suppress(InterruptedError), cache.reserve(request, 1) as step:
+            for at, way in enumerate(ways):
+                step.write(*(negated if at == last else way))
+            if error is not None:
+                raise error
+        pairs = zip(values, new, SCHEMES[name], cache.read_codes(request), strict=True)
+        for old, x, scheme, got in pairs:
+            want = quantize((old if error else torch.cat([old, x]))[None], scheme, layout="bshd")
+            assert all(torch.equal(a, b) for a, b in zip(bits(got), bits(want), strict=True))
 
 
 @pytest.mark.parametrize("name", ["int4", "int8"])

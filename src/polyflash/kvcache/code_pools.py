@@ -278,6 +278,7 @@ class Writer:
             begun |= {x.at: (begun.get(x.at, (0, None))[0], x.tail.values) for x in self.left}
             known = [x.at for x in self.begun if x.values is not None]
             self._in_place = InPlace(pools, kernel, self.groups.numpy(), self._live, begun, known)
+        self._in_place.layers.update(self._saved)  # those that this step has written otherwise too
         unknown = [i for i, x in enumerate(self.begun) if x.values is None]
         if unknown:
             saved = self._saved.setdefault(layer, pools.take(layer, self._first))
@@ -313,10 +314,10 @@ class Writer:
 
     def rollback(self) -> None:
         """Brings back the codes of groups that were there."""
-        if self._in_place is not None:
-            self._in_place.rollback()
         for layer, saved in self._saved.items():
             self.pools.put(layer, self._first, saved)
+        if self._in_place is not None:  # last: it may have written before these were saved
+            self._in_place.rollback()
 
 
 def schemes_of(quant: object) -> tuple[Scheme, Scheme]:

@@ -72,7 +72,7 @@ class InPlace:
     def __init__(
         self, pools: CodePools, kernel: int, groups: Any, live: Any, begun: dict[int, Any], known: list[int]
     ) -> None:
-        self.pools, self.kernel, self._layers = pools, kernel, set[int]()
+        self.pools, self.kernel, self.layers = pools, kernel, set[int]()
         codes, table = pools.stores[0][:2]
         per_page, own = codes.shape[1] // pools.group, sorted(begun)
         first = np.zeros_like(groups)
@@ -103,9 +103,9 @@ class InPlace:
         if (like := (head, token, angles)) != self._like:
             self._table[:, 0] = self._rows * token
             self._like, self._prepared = like, self._made(self._table, *like)
-        if layer in self._layers:  # codes are those of what this step wrote before
+        if layer in self.layers:  # codes are those of what this step wrote before
             self._table[:, 6] = 0
-        self._layers.add(layer)
+        self.layers.add(layer)
         self._launch(layer, values.data_ptr(), *self._prepared)
 
     def rollback(self) -> None:
@@ -114,7 +114,7 @@ class InPlace:
         table[:, 0], table[:, 1] = table[:, 2], table[:, 3]
         table[:, 2] = table[:, 6] = 0
         head = self._token // self.pools.stores[0][0].shape[2]
-        for layer in self._layers if len(table) else ():
+        for layer in self.layers if len(table) else ():
             self._launch(layer, layer * self.pools.group * self._token, *self._made(table, head, self._token))
 
     def _made(self, table: Any, head: int, token: int, *angles: Any) -> Any:
