@@ -249,6 +249,21 @@ def test_values_made_ready_first_are_coded_alike(name: str, monkeypatch: pytest.
     test_rejected_tokens_leave_no_trace()
 
 
+def test_some_steps_may_be_in_inference_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a prompt is read in it, and tokens are made without; also by torch's own operations."""
+    for quantiser_of in (code_pools.quantiser_of, lambda *_: 0):
+        monkeypatch.setattr(code_pools, "quantiser_of", quantiser_of)
+        cache, tokens = coded("int8-channel"), Tokens(LAYERS)
+        (request,) = cache.add()
+        held = tokens.make(6)
+        for at in range(6):
+            with torch.inference_mode(at % 3 == 0):
+                append(cache, {request: held[at : at + 1]})
+            if at == 2:
+                (request,) = cache.fork(request)  # the next step copies the page
+        assert_whole(cache, request, held)
+
+
 @pytest.mark.parametrize("name", ["int8-channel", "int4", "nf4", "blocks"])
 def test_codes_stay_where_no_scale_changes(name: str) -> None:
     """A mark among the codes of an unfinished group outlives tokens within its range and none beyond."""

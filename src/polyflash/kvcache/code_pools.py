@@ -78,6 +78,7 @@ class CodePools:
         codes, *tables = self.stores[layer]
         return codes.unflatten(1, (-1, self.group)), *tables
 
+    @torch.inference_mode(False)  # else steps outside of the mode could not write to it
     def room(self) -> Tensor:
         """Room for the values of a group, (num_layers, group size, num_kv_heads, channels)."""
         like = self.layers[0]
@@ -149,7 +150,7 @@ class CodePools:
         """Has the copy of a page go on as the page does."""
         tail = self.tail(source, tokens)
         if tail is not None:
-            self.tails[target] = tail._replace(values=tail.values.clone())
+            self.tails[target] = tail._replace(values=self.room().copy_(tail.values))
 
     def shortened(self, page: int, tokens: int) -> None:
         """Codes the unfinished group of a page anew, of which only these tokens are left. Of a group that had

@@ -88,8 +88,8 @@ def moved(x: Tensor, device: torch.device) -> Tensor:
 
 
 def ints(values: Sequence[int], device: torch.device, dtype: torch.dtype = torch.int32) -> Tensor:
-    """Makes a tensor (len(values),) on `device`, whatever the default device is; of an array, around it."""
-    x = values if isinstance(values, array) else array("q" if dtype is torch.int64 else "i", values)
+    """Makes a tensor (len(values),) on `device`, whatever the default device is."""
+    x = array("q" if dtype is torch.int64 else "i", values)
     return moved(torch.frombuffer(x, dtype=dtype) if x else torch.empty(0, dtype=dtype, device="cpu"), device)
 
 
