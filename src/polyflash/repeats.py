@@ -42,6 +42,11 @@ class Repeat(Protocol):
 _KEPT = 1024
 _MOST_KEYS = MOST_POSITIONS - DECODE_ROWS
 _KEPT_CHECKS = 4
+# Operands of a call behind q, k and v.
+_IN_ORDER = (
+    *("page_table", "kv_lens", "cu_seqlens_q", "cu_seqlens_k"),
+    *("k_scale", "k_shift", "v_scale", "v_shift"),
+)
 _known: dict[Key, Any] = {}  # a Repeat or None, or the `seen` ones of some sizes
 
 
@@ -107,8 +112,8 @@ def of_codes(
     q: Tensor, k: Any, v: Any, options: Key, table: Any = None, lens: Any = None
 ) -> tuple[Key | None, tuple[Any, ...]]:
     """The key of such a call of few rows whose k and v are `QuantizedTensor`s, over pages if there is a
-    table, and its tensors. Only kernels of the CPU read codes by a short way."""
-    if not (type(k) is type(v) is QuantizedTensor and q.is_cpu and k.source is v.source is None):
+    table, and its tensors."""
+    if not (type(k) is type(v) is QuantizedTensor and k.source is v.source is None):
         return None, ()
     forms: Key = k.scheme, v.scheme, k.layout, v.layout
     tables = [x for x in (k.scale, k.shift, v.scale, v.shift) if x is not None]
@@ -118,8 +123,12 @@ def of_codes(
     else:
         paged = table, lens
         key = key_of_paged(q, k.codes, v.codes, table, lens, options, slots=2)
+    if q.is_cuda or table is not None:
         forms += tuple((x.shape, x.stride()) for x in tables)
-    if key is None or type(key[-1]) is not bool or quiet(q, *tables) is None:
+    if key is None or key[0][-1] is True or quiet(q, *tables) is None:
+        return None, ()
+    short = k.scheme.rotation == "none" if q.is_cuda else type(key[-1]) is bool
+    if not short:  # of a CPU calls of few rows alone
         return None, ()
     whole = key[0], forms, key
     if k.scheme.rotation != "none" and _known.get(whole) is not None:
@@ -201,6 +210,8 @@ def attend(key: Key | None, bound: Bound, lens: Tensor | None = None) -> Results
         ready = entry.read_in_walk(bound, opened)
         if ready is None:
             return entry.attend_coded(bound, opened)
+        if not (ready.k is bound.k.codes and ready.v is bound.v.codes):  # type: ignore[union-attr]
+            key = None  # values of codes are no operands of the next call
         if ready.q is not bound.q and key not in _known:  # rotated: the next call finds it compiled
             codec.one_pass("cpu").rotate(bound.q)
         bound = ready
@@ -225,9 +236,10 @@ def learn(key: Key, launch: Launch, bound: Bound, lens: Tensor | None) -> None:
         repeat = _narrowing(repeat) if lens is not None and lens.dtype is torch.int64 else repeat
         repeat.tally = launch.tally
         if not hasattr(repeat, "reaches"):
-            tensors = (q, k, v, args.page_table, args.kv_lens, args.cu_seqlens_q, args.cu_seqlens_k)
+            tensors = q, k, v, *(getattr(args, name) for name in _IN_ORDER)
             repeat.reaches = tuple(span(x) for x in tensors if x is not None)
-        if q.is_cuda and lens is args.cu_seqlens_q is None and q.dtype is not torch.float32:  # not of TF32
+        seen = q.is_cuda and lens is args.cu_seqlens_q is None and not args.codes
+        if seen and q.dtype is not torch.float32:  # not of TF32
             check, sizes = alike(q, k, v), (key[1], q.shape, k.shape)
             others = _known.get(sizes, ())[: _KEPT_CHECKS - 1]
             _known[sizes] = others if check is None else ((check, key[0], repeat), *others)

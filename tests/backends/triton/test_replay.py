@@ -168,6 +168,50 @@ def test_packed_members_are_replayed_at_their_own_bounds(driver):
         assert [values[20], values[23], values[24]] == [x.data_ptr() for x in (lse, cu_q, cu_k)]
 
 
+@pytest.mark.parametrize("paged", [False, True])
+def test_codes_are_replayed_with_tables_of_their_own(driver, paged):
+    """Each call reads its own scales and shifts; what K or V has none of stays absent."""
+    signature = {**dict.fromkeys(("q", "k", "v", "k_scale", "k_shift"), VIEW), "v_scale": VIEW}
+    signature |= {"out": VIEW, "x": Operands(*["constexpr"] * 15)}
+    if paged:
+        signature["x"] = signature["x"]._replace(page_table="*i32", kv_lens="*i32")
+    driver.kinds = ["*", "i32", "i64", "i32"] * 7 + ["*", "*"] * paged
+    asked = []
+
+    def run(launch, q, k, v, out, lse, args):
+        asked.append((k.shape, args.v_shift))
+        tables = args.k_scale, args.k_shift, args.v_scale
+        x = NO_OPERANDS._replace(page_table=args.page_table, kv_lens=args.kv_lens)
+        given = (*map(view_of, (q, k, v, *tables, out)), x)
+        runtime._recorder.log.started.append(runtime.Started(compiled(signature), (3, 2, 1), given))
+
+    def call():
+        q, k, v = tensors()
+        q = q[:, :, 0].contiguous() if paged else q
+        more = [torch.zeros(1, 4, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)] * paged
+        return q, k, v[..., :8].contiguous(), *more, *(torch.randn(1, 2, 8, 4) for _ in range(3))
+
+    q, k, v, *rest = call()
+    codes = "int4/1x0+1x0,int4/1x0"
+    args = Arguments(codes=codes, **dict(zip(("k_scale", "k_shift", "v_scale"), rest[-3:], strict=True)))
+    if paged:
+        args = args._replace(page_table=rest[0], kv_lens=rest[1])
+    repeat = replay.Repeat(SimpleNamespace(run=run, spec=SimpleNamespace(head_dim_v=16)), args)
+    assert repeat.args.k_scale is repeat.args.v_scale is repeat.args.page_table is None
+    repeat(q, k, v, *rest)
+    assert asked == [(k.shape, None)]
+    for _ in range(2):
+        given = call()
+        out, _ = repeat(*given)
+        assert out.shape == given[0].shape
+        values = driver.seen.pop()[1]
+        at = [values[4 * i] for i in range(7)] + (values[28:30] if paged else [])
+        q, k, v, *rest = given
+        assert at == [x.data_ptr() for x in (q, k, v, *rest[-3:], out, *rest[-4::-1])]
+    odd = torch.randn(300)[1:65].view(1, 2, 8, 4)
+    assert repeat(*given[:-1], odd) is None and len(asked) == 1
+
+
 @pytest.fixture
 def place_of(driver):
     """Where a call with scratch has it written."""

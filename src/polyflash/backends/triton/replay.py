@@ -33,13 +33,15 @@ if TYPE_CHECKING:
     from polyflash.spec import Arguments
 
 # which tensor of a forward call an address is of; words of the stream and scratch come behind
-Q, K, V, TABLE, LENS, OUT, LSE = range(7)
+Q, K, V, TABLE, LENS, *CODED, OUT, LSE = range(11)
+_TABLES = "k_scale", "k_shift", "v_scale", "v_shift"  # of codes
 _NAMES = {
     **dict.fromkeys(("q", "q0", "q1"), Q),
     **dict.fromkeys(("k", "k0", "k1"), K),
     **dict.fromkeys(("v", "v_view", "v0", "v1"), V),
     **{"out": OUT, "out_view": OUT, "lse": LSE, "page_table": TABLE, "kv_lens": LENS},
     **{"cu_seqlens_q": TABLE, "cu_seqlens_k": LENS},  # members have neither pages nor lengths
+    **dict(zip(_TABLES, CODED, strict=True)),
 }
 _FORMATS = {"i1": "?", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u32": "I", "u64": "Q", "fp32": "f"}
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 128  # of a CUtensorMap
@@ -277,14 +279,17 @@ class Replay:
         self.empty = empty_of(out.device)
         self.place, self.rows = _kind_of(out), None if lse is None else _kind_of(lse)
 
-    def __call__(self, tensors: tuple[Tensor, ...], device: torch.device) -> Any:
-        """(out, lse), or None where the driver does not start a kernel."""
+    def __call__(
+        self, tensors: tuple[Tensor, ...], device: torch.device, coded: Sequence[int] = (0, 0, 0, 0)
+    ) -> Any:
+        """(out, lse), or None where the driver does not start a kernel. `coded`: addresses of tables."""
         q, k, v = tensors[:3]
         table, lens = (tensors[TABLE].data_ptr(), tensors[LENS].data_ptr()) if len(tensors) > 3 else (0, 0)
         addresses = [q.data_ptr(), k.data_ptr(), v.data_ptr(), table, lens]
         odd = (addresses[Q] | addresses[K] | addresses[V] | table | lens) & _ALIGNED
         if odd or not all(addresses[: len(tensors)]):  # 0: of a tensor around another one
             return None
+        addresses += coded
         out = self.empty(*self.place)
         lse = NO_LSE if self.rows is None else self.empty(*self.rows)
         addresses += out.data_ptr(), lse.data_ptr()
@@ -301,32 +306,45 @@ class Repeat:
 
     def __init__(self, launch: Launch, args: Arguments) -> None:
         self.packed = args.cu_seqlens_q is not None
-        none: Any = dict.fromkeys(("page_table", "kv_lens", "cu_seqlens_q", "cu_seqlens_k"))
+        none: Any = dict.fromkeys(("page_table", "kv_lens", "cu_seqlens_q", "cu_seqlens_k", *_TABLES))
         self.launch, self.args = launch, args._replace(**none)
+        self.plain = 3 if args.page_table is None and not self.packed else 5  # tensors that are no tables
+        self.tables = [args.codes and getattr(args, name) is not None for name in _TABLES]
         self.replay: Replay | None = None
         self.recorded = False
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, Tensor] | None:
         """(out, lse) of q, k, v, and of a page table and lengths if k and v are pools, of bounds if members
-        are packed; None if the call needs the whole way."""
+        are packed, of tables if they are codes; None if the call needs the whole way."""
         device = tensors[Q].device
         if device.index != torch._C._cuda_getDevice() or runtime.hooked():
             return None
-        if self.replay is not None:
+        if self.replay is not None and not self.args.codes:
             return self.replay(tensors, device)
+        if self.replay is not None:
+            at = [x.data_ptr() for x in tensors[self.plain :]]
+            odd = 0 in at or reduce(or_, at) & _ALIGNED
+            return None if odd else self.replay(tensors[: self.plain], device, self._placed(at, 0))
         return self.record(tensors) if not self.recorded and all(x.data_ptr() for x in tensors) else None
+
+    def _placed(self, given: Sequence[Any], absent: Any) -> list[Any]:
+        """Something of each table that there is, and what stands for those that are not."""
+        left = iter(given)
+        return [next(left) if there else absent for there in self.tables]
 
     def record(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         """Makes the call as its row does, and keeps what it launched."""
-        args = self.args
-        q, k, v, *others = tensors
+        coded: Any = self._placed(tensors[self.plain :], None)
+        args, (q, k, v, *others) = self.args._replace(**dict(zip(_TABLES, coded, strict=True))), tensors
+        others = others[: self.plain - 3]
         if self.packed:
             q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
             args = args._replace(cu_seqlens_q=others[0], cu_seqlens_k=others[1])
         elif others:
-            q, k, v = q.unsqueeze(2), k.transpose(1, 2), v.transpose(1, 2)
-            args = args._replace(page_table=others[0], kv_lens=others[1])
-        out, lse = outputs(q, v.shape[3], args.need_lse)
+            k, v = (k, v) if args.codes else (k.transpose(1, 2), v.transpose(1, 2))
+            q, args = q.unsqueeze(2), args._replace(page_table=others[0], kv_lens=others[1])
+        channels = self.launch.spec.head_dim_v if args.codes else v.shape[3]
+        out, lse = outputs(q, channels, args.need_lse)
         with runtime.recorded() as log:
             self.launch.run(self.launch, q, k, v, out, lse, args)  # type: ignore[misc]
         if self.packed:
@@ -334,7 +352,7 @@ class Repeat:
         elif others:
             out, lse = out.squeeze(2), lse.squeeze(2) if args.need_lse else lse
         rows = lse if args.need_lse else None
-        launches = _launches(log, (*tensors[:TABLE], *(others or (None, None)), out, rows), {})
+        launches = _launches(log, (*tensors[:TABLE], *(others or (None, None)), *coded, out, rows), {})
         if launches is not None:
             self.replay = Replay(launches, out, rows)
         self.recorded = _aligned(tensors)
