@@ -259,6 +259,8 @@ def test_some_steps_may_be_in_inference_mode(monkeypatch: pytest.MonkeyPatch) ->
         for at in range(6):
             with torch.inference_mode(at % 3 == 0):
                 append(cache, {request: held[at : at + 1]})
+            tails = [x for pools in cache.codes for x in pools.tails.values()]
+            assert tails and not any(x.values.is_inference() for x in tails)
             if at == 2:
                 (request,) = cache.fork(request)  # the next step copies the page
         assert_whole(cache, request, held)
