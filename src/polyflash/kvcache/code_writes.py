@@ -88,7 +88,7 @@ class InPlace:
         tails, kept, self._known = np.zeros_like(groups), np.zeros_like(groups), known
         tails[own], kept[known] = [x.data_ptr() for x in self.buffers.values()], first[known]
         self._table = np.stack((live, live, tails, first, of_codes, at_table, kept, self._rows), 1)
-        self._like: Any = None  # strides and angles of the write before, which ran what was prepared
+        self._like: Any = None  # strides and angles that `_prepared` was made for
 
     def write(self, layer: int, values: Tensor, turn: Turn | None) -> None:
         """Quantises the new tokens of a layer, (total, num_kv_heads, channels), turned on their way."""
@@ -99,11 +99,11 @@ class InPlace:
         if self.buffers or values.stride(2) != 1:  # tails are dense
             values = values.contiguous()
         token, head, _ = (values.element_size() * s for s in values.stride())
-        token = self._token or token  # torch calls a single token dense whatever its stride
+        token = self._token or token  # torch calls a lone token dense, whatever its stride
         if (like := (head, token, angles)) != self._like:
             self._table[:, 0] = self._rows * token
             self._like, self._prepared = like, self._made(self._table, *like)
-        if layer in self.layers:  # codes are those of what this step wrote before
+        if layer in self.layers:  # codes are those of an earlier write of this step
             self._table[:, 6] = 0
         self.layers.add(layer)
         self._launch(layer, values.data_ptr(), *self._prepared)
