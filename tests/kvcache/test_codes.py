@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 import re
@@ -248,6 +249,23 @@ def test_values_made_ready_first_are_coded_alike(name: str, monkeypatch: pytest.
     test_rejected_tokens_leave_no_trace()
 
 
+def test_some_steps_may_be_in_inference_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a prompt is read in it, and tokens are made without; also by torch's own operations."""
+    for quantiser_of in (code_pools.quantiser_of, lambda *_: 0):
+        monkeypatch.setattr(code_pools, "quantiser_of", quantiser_of)
+        cache, tokens = coded("int8-channel"), Tokens(LAYERS)
+        (request,) = cache.add()
+        held = tokens.make(6)
+        for at in range(6):
+            with torch.inference_mode(at % 3 == 0):
+                append(cache, {request: held[at : at + 1]})
+            tails = [x for pools in cache.codes for x in pools.tails.values()]
+            assert tails and not any(x.values.is_inference() for x in tails)
+            if at == 2:
+                (request,) = cache.fork(request)  # the next step copies the page
+        assert_whole(cache, request, held)
+
+
 @pytest.mark.parametrize("name", ["int8-channel", "int4", "nf4", "blocks"])
 def test_codes_stay_where_no_scale_changes(name: str) -> None:
     """A mark among the codes of an unfinished group outlives tokens within its range and none beyond."""
@@ -285,18 +303,43 @@ def test_a_layer_written_twice_has_the_codes_of_the_last(name: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(bits(got), bits(want), strict=True))
 
 
+@pytest.mark.parametrize("name", ["int8-channel", "int4", "blocks"])
+@pytest.mark.parametrize("last", [False, True], ids=["first", "last"])
+def test_a_layer_may_be_written_where_it_lies_and_made_ready(name: str, last: bool) -> None:
+    """In one step, in either order, which is then taken back or not."""
+    cache, tokens = coded(name, layers=1), Tokens(1)
+    (request,) = cache.add()
+    held = tokens.make(2)
+    append(cache, {request: held})
+    values = layer_of(held, 0, cache.dtype)
+    new = [x.mean(0, keepdim=True) for x in values]
+    ways = [50 * x.abs() for x in new], new
+    negated = [torch.complex(x, -x).conj().imag for x in ways[last]]  # that no kernel reads as they lie
+    assert all(x.is_neg() for x in negated)
+    for error in (InterruptedError, None):
+        with contextlib.suppress(InterruptedError), cache.reserve(request, 1) as step:
+            for at, way in enumerate(ways):
+                step.write(*(negated if at == last else way))
+            if error is not None:
+                raise error
+        pairs = zip(values, new, SCHEMES[name], cache.read_codes(request), strict=True)
+        for old, x, scheme, got in pairs:
+            want = quantize((old if error else torch.cat([old, x]))[None], scheme, layout="bshd")
+            assert all(torch.equal(a, b) for a, b in zip(bits(got), bits(want), strict=True))
+
+
 @pytest.mark.parametrize("name", ["int4", "int8"])
 def test_layers_of_a_step_may_have_strides_of_their_own(name: str) -> None:
     """As views of a projection's result have; codes are those of dense values."""
     cache, tokens = coded(name), Tokens(LAYERS)
     (request,) = cache.add()
     held: list[Token] = []
-    for n in (3, 6, 1):
+    for n in (3, 6, 1, 1):  # one token is dense to torch, whatever its stride
         new = tokens.make(n)
         with cache.reserve(request, n) as step:
             for layer in range(LAYERS):
                 k, v = layer_of(new, layer, cache.dtype)
-                if layer:
+                if not layer:
                     k, v = (torch.stack([x, x], 1) for x in (k, v))
                     k, v = k[:, 1], v.transpose(2, 3).contiguous().transpose(2, 3)[:, 0]
                 step.write(k, v, layer=layer)

@@ -78,6 +78,7 @@ class CodePools:
         codes, *tables = self.stores[layer]
         return codes.unflatten(1, (-1, self.group)), *tables
 
+    @torch.inference_mode(False)  # else steps outside of the mode could not write to it
     def room(self) -> Tensor:
         """Room for the values of a group, (num_layers, group size, num_kv_heads, channels)."""
         like = self.layers[0]
@@ -149,7 +150,7 @@ class CodePools:
         """Has the copy of a page go on as the page does."""
         tail = self.tail(source, tokens)
         if tail is not None:
-            self.tails[target] = tail._replace(values=tail.values.clone())
+            self.tails[target] = tail._replace(values=self.room().copy_(tail.values))
 
     def shortened(self, page: int, tokens: int) -> None:
         """Codes the unfinished group of a page anew, of which only these tokens are left. Of a group that had
@@ -278,6 +279,7 @@ class Writer:
             begun |= {x.at: (begun.get(x.at, (0, None))[0], x.tail.values) for x in self.left}
             known = [x.at for x in self.begun if x.values is not None]
             self._in_place = InPlace(pools, kernel, self.groups.numpy(), self._live, begun, known)
+        self._in_place.layers.update(self._saved)  # those that this step has written otherwise too
         unknown = [i for i, x in enumerate(self.begun) if x.values is None]
         if unknown:
             saved = self._saved.setdefault(layer, pools.take(layer, self._first))
@@ -313,10 +315,10 @@ class Writer:
 
     def rollback(self) -> None:
         """Brings back the codes of groups that were there."""
-        if self._in_place is not None:
-            self._in_place.rollback()
         for layer, saved in self._saved.items():
             self.pools.put(layer, self._first, saved)
+        if self._in_place is not None:  # last: it may have written before these were saved
+            self._in_place.rollback()
 
 
 def schemes_of(quant: object) -> tuple[Scheme, Scheme]:

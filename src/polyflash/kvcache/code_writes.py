@@ -72,23 +72,23 @@ class InPlace:
     def __init__(
         self, pools: CodePools, kernel: int, groups: Any, live: Any, begun: dict[int, Any], known: list[int]
     ) -> None:
-        self.pools, self.kernel, self._layers = pools, kernel, set[int]()
+        self.pools, self.kernel, self.layers = pools, kernel, set[int]()
         codes, table = pools.stores[0][:2]
         per_page, own = codes.shape[1] // pools.group, sorted(begun)
         first = np.zeros_like(groups)
         first[own] = [begun[at][0] for at in own]
         # Values that are known by their codes alone, of a group that this step fills, get room.
         self.buffers = {at: pools.room() if (x := begun[at][1]) is None else x for at in own}
-        self._between = next((x.stride(0) * x.element_size() for x in self.buffers.values()), 0)
+        self._token = next((x.stride(1) * x.element_size() for x in self.buffers.values()), 0)
         new = live - first
         self._rows = new.cumsum() - new
         page, place = divmod(groups, per_page)
         at_table = 4 * (page * table.stride(0) + place * table.stride(1))
         of_codes = page * codes.stride(0) + place * pools.group * codes.stride(1)
-        tails, self._kept = np.zeros_like(groups), np.zeros_like(groups)
-        tails[own], self._kept[known] = [x.data_ptr() for x in self.buffers.values()], first[known]
-        self._table = np.stack((live, live, tails, first, of_codes, at_table, self._kept, self._rows), 1)
-        self._like: Any = None  # strides and angles of the write before, which ran what was prepared
+        tails, kept, self._known = np.zeros_like(groups), np.zeros_like(groups), known
+        tails[own], kept[known] = [x.data_ptr() for x in self.buffers.values()], first[known]
+        self._table = np.stack((live, live, tails, first, of_codes, at_table, kept, self._rows), 1)
+        self._like: Any = None  # strides and angles that `_prepared` was made for
 
     def write(self, layer: int, values: Tensor, turn: Turn | None) -> None:
         """Quantises the new tokens of a layer, (total, num_kv_heads, channels), turned on their way."""
@@ -99,25 +99,23 @@ class InPlace:
         if self.buffers or values.stride(2) != 1:  # tails are dense
             values = values.contiguous()
         token, head, _ = (values.element_size() * s for s in values.stride())
+        token = self._token or token  # torch calls a lone token dense, whatever its stride
         if (like := (head, token, angles)) != self._like:
             self._table[:, 0] = self._rows * token
             self._like, self._prepared = like, self._made(self._table, *like)
-        if layer in self._layers:  # codes are those of what this step wrote before
+        if layer in self.layers:  # codes are those of an earlier write of this step
             self._table[:, 6] = 0
+        self.layers.add(layer)
         self._launch(layer, values.data_ptr(), *self._prepared)
-        if layer in self._layers:
-            self._table[:, 6] = self._kept
-        self._layers.add(layer)
 
     def rollback(self) -> None:
         """Makes the codes of groups that were there what they were, of the values that are known."""
-        table = self._table[(self._table[:, 2] != 0) & (self._table[:, 3] > 0)]
+        table = self._table[self._known]
         table[:, 0], table[:, 1] = table[:, 2], table[:, 3]
         table[:, 2] = table[:, 6] = 0
-        token = self._between // self.pools.group
-        for layer in self._layers if len(table) else ():
-            made = self._made(table, token // self.pools.stores[0][0].shape[2], token)
-            self._launch(layer, layer * self._between, *made)
+        head = self._token // self.pools.stores[0][0].shape[2]
+        for layer in self.layers if len(table) else ():
+            self._launch(layer, layer * self.pools.group * self._token, *self._made(table, head, self._token))
 
     def _made(self, table: Any, head: int, token: int, *angles: Any) -> Any:
         pools, kernels = self.pools, codec.one_pass("cpu")
@@ -129,4 +127,4 @@ class InPlace:
 
     def _launch(self, layer: int, values: int, words: Any, how: Any) -> None:
         bases = (x.data_ptr() for x in self.pools.stores[layer])
-        codec.one_pass("cpu").launch(words, how, values, layer * self._between, *bases)
+        codec.one_pass("cpu").launch(words, how, values, layer * self.pools.group * self._token, *bases)

@@ -68,8 +68,8 @@ def check_pools(k_pages: Sequence[Tensor], v_pages: Sequence[Tensor]) -> None:
 
 def slots_of(pages: Any, page_size: int, starts: Sequence[int], counts: Sequence[int]) -> tuple[Tensor, ...]:
     """Slots and positions, int64 (total,) each on the CPU, of `counts[b]` tokens from position `starts[b]` on
-    of every request, which stands in `pages[b]`. A few integers are not worth waking torch's threads; and
-    behind megabytes of keys those of one token each are not worth calling numpy or torch.tensor."""
+    of every request, which stands in `pages[b]`. A few integers are not worth waking torch's threads; those
+    of one token each not even numpy or torch.tensor, which are slow once keys have filled the caches."""
     if all(n == 1 for n in counts):
         each = zip(pages, starts, strict=True)
         slots = [int(p[at // page_size]) * page_size + at % page_size for p, at in each]
@@ -88,8 +88,8 @@ def moved(x: Tensor, device: torch.device) -> Tensor:
 
 
 def ints(values: Sequence[int], device: torch.device, dtype: torch.dtype = torch.int32) -> Tensor:
-    """Makes a tensor (len(values),) on `device`, whatever the default device is; of an array, around it."""
-    x = values if isinstance(values, array) else array("q" if dtype is torch.int64 else "i", values)
+    """Makes a tensor (len(values),) on `device`, whatever the default device is."""
+    x = array("q" if dtype is torch.int64 else "i", values)
     return moved(torch.frombuffer(x, dtype=dtype) if x else torch.empty(0, dtype=dtype, device="cpu"), device)
 
 

@@ -29,7 +29,7 @@ _transform = torch._C._functorch.peek_interpreter_stack
 VALUES_PER_US = 1500  # that one core makes codes of: what the thread decision assumes
 PART_VALUES = 1 << 13  # of a unit, about
 UNITS_PER_THREAD = 8  # at least, before an item takes several
-BASES = Quantize._fields[:5]  # what a launch is told last
+BASES = Quantize._fields[:5]  # what `launch` fills in
 _ZERO = {"int4": 0x88, "nf4": 0x77}  # bytes of codes that stand for 0
 # Bytes between heads, tokens and blocks of tokens, of values, of codes (groups, heads, tokens, bytes) and of
 # tables (groups, heads, blocks of tokens, blocks of channels).
@@ -170,6 +170,6 @@ def prepared(
 
 
 def launch(words: array[int], how: tuple[Any, ...], *bases: int) -> None:
-    """Quantises what was `prepared`, from and to these addresses: `BASES`, of which shifts may be absent."""
+    """Quantises what was `prepared`, from and to these addresses: `BASES`, maybe without that of shifts."""
     words[: len(bases)] = array("q", bases)
     pool.run(how[0], words.buffer_info()[0], *how[1:])

@@ -179,10 +179,10 @@ Quantize = namedtuple(
     hadamard factor cos sin half neighbours turned
     """,
 )
-# source: its first value; live: tokens that are there. tail: the address of those before `first`, behind
-# which values from the source on are copied first, or 0. codes, table: in their bases; scales and shifts lie
-# alike. kept: tokens whose codes are there, made without those that follow. turn: number of its first new
-# token, for `cos`.
+# source: its first new value; live: tokens that it has, new ones included. tail: the address of the values
+# of those before `first`, behind which the new ones are copied before all are read there; 0: it has none.
+# codes, table: distances from their bases; shifts lie as scales do. kept: tokens whose codes are there, made
+# without those that follow. turn: number of its first new token, for `cos`.
 Group = namedtuple("Group", "source live tail first codes table kept turn")
 
 FORWARD = Layout(Tensors, Softmax, Operands, Cut, Scratch, pages="k_ids")
