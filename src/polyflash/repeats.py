@@ -23,7 +23,7 @@ from polyflash.plan import Launch
 from polyflash.quant import codec
 from polyflash.quant.tensor import QuantizedTensor
 from polyflash.routes import backend_in_use, compiling, quiet, tracing
-from polyflash.spec import DECODE_ROWS, MANY_KEYS, MOST_POSITIONS, is_decode
+from polyflash.spec import CODE_TABLES, DECODE_ROWS, MANY_KEYS, MOST_POSITIONS, is_decode
 from polyflash.storages import span, stored
 
 Results = tuple[Tensor, Tensor]
@@ -42,11 +42,7 @@ class Repeat(Protocol):
 _KEPT = 1024
 _MOST_KEYS = MOST_POSITIONS - DECODE_ROWS
 _KEPT_CHECKS = 4
-# Operands of a call behind q, k and v.
-_IN_ORDER = (
-    *("page_table", "kv_lens", "cu_seqlens_q", "cu_seqlens_k"),
-    *("k_scale", "k_shift", "v_scale", "v_shift"),
-)
+_BEHIND = "page_table", "kv_lens", "cu_seqlens_q", "cu_seqlens_k", *CODE_TABLES  # q, k and v in a call
 _known: dict[Key, Any] = {}  # a Repeat or None, or the `seen` ones of some sizes
 
 
@@ -212,7 +208,7 @@ def attend(key: Key | None, bound: Bound, lens: Tensor | None = None) -> Results
             return entry.attend_coded(bound, opened)
         if not (ready.k is bound.k.codes and ready.v is bound.v.codes):  # type: ignore[union-attr]
             key = None  # values of codes are no operands of the next call
-        if ready.q is not bound.q and key not in _known:  # rotated: the next call finds it compiled
+        elif ready.q is not bound.q and key not in _known:  # rotated: the next call finds it compiled
             codec.one_pass("cpu").rotate(bound.q)
         bound = ready
     plain = None if key is None else torch_ops.call_plain(bound.q, bound.k, bound.v, bound.args)
@@ -236,7 +232,7 @@ def learn(key: Key, launch: Launch, bound: Bound, lens: Tensor | None) -> None:
         repeat = _narrowing(repeat) if lens is not None and lens.dtype is torch.int64 else repeat
         repeat.tally = launch.tally
         if not hasattr(repeat, "reaches"):
-            tensors = q, k, v, *(getattr(args, name) for name in _IN_ORDER)
+            tensors = q, k, v, *(getattr(args, name) for name in _BEHIND)
             repeat.reaches = tuple(span(x) for x in tensors if x is not None)
         seen = q.is_cuda and lens is args.cu_seqlens_q is None and not args.codes
         if seen and q.dtype is not torch.float32:  # not of TF32

@@ -69,6 +69,9 @@ def mean_sizes(
     return members, -(-seqlen_q // members), -(-seqlen_k // members)
 
 
+CODE_TABLES = "k_scale", "k_shift", "v_scale", "v_shift"  # of Arguments
+
+
 class Arguments(NamedTuple):
     """Everything beyond q, k, v, in the order of the op's schema; the rarer, the later.
 

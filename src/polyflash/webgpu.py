@@ -21,14 +21,14 @@ from torch import Tensor
 from polyflash import backends, plan, target, torch_ops, validate
 from polyflash.arguments import Causal, Options, WindowSides, normalise
 from polyflash.backends.webgpu import device, forward
-from polyflash.backends.webgpu.codes import KV, TABLES, GpuCodes
+from polyflash.backends.webgpu.codes import KV, GpuCodes
 from polyflash.backends.webgpu.device import DeviceError
 from polyflash.backends.webgpu.tensor import GpuTensor
 from polyflash.errors import described, spec_error
 from polyflash.mask import Mask
 from polyflash.quant.scheme import text_of
 from polyflash.routes import spec_of, without_gradients
-from polyflash.spec import Phase
+from polyflash.spec import CODE_TABLES, Phase
 
 if TYPE_CHECKING:
     from polyflash.keywords import OnDevice
@@ -134,7 +134,7 @@ def _prepared(q: GpuTensor, k: KV, v: KV, options: Options) -> forward.Prepared:
         args = args._replace(codes=text_of(k_form, v_form))
     # without memory: shapes, dtypes and operands are all that is looked at
     (like_q, *_), (like_k, *of_k), (like_v, *of_v) = (x.like() for x in (q, k, v))
-    told = args._replace(**dict(zip(TABLES, (*of_k, *of_v), strict=True))) if args.codes else args
+    told = args._replace(**dict(zip(CODE_TABLES, (*of_k, *of_v), strict=True))) if args.codes else args
     torch_ops.check(like_q, like_k, like_v, told)
     args = validate.checked_contents(args, like_q, like_k)
     spec = without_gradients(spec_of(like_q, like_k, like_v, told))

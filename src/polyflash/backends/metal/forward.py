@@ -15,6 +15,7 @@ from polyflash.backends.gpu.launch import splits, tile_count
 from polyflash.backends.metal.configs import ROWS
 from polyflash.backends.metal.runtime import Call, loads_vectors, side_by_side
 from polyflash.backends.metal.uniforms import numbers_for
+from polyflash.spec import CODE_TABLES
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,7 +57,7 @@ def attend(
 ) -> None:
     """Launches the walk over the keys. With `split_keys` out and lse are those of the splits."""
     config, args = call.config, call.args
-    tables = {name: getattr(args, name) for name in ("k_scale", "k_shift", "v_scale", "v_shift")}
+    tables = {name: getattr(args, name) for name in CODE_TABLES}
     n = numbers_for(q, k, v, args, call.x, config, {"out": out, "lse": lse, **tables})
     n = n._replace(split_keys=split_keys, num_splits=num_splits)
     c = call.constants._replace(

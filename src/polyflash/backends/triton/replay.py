@@ -24,6 +24,7 @@ import triton
 from polyflash.backends.triton import runtime
 from polyflash.likeness import alike, unwatched
 from polyflash.results import NO_LSE, empty_of, outputs
+from polyflash.spec import CODE_TABLES
 from polyflash.storages import hold, span
 
 if TYPE_CHECKING:
@@ -34,14 +35,13 @@ if TYPE_CHECKING:
 
 # which tensor of a forward call an address is of; words of the stream and scratch come behind
 Q, K, V, TABLE, LENS, *CODED, OUT, LSE = range(11)
-_TABLES = "k_scale", "k_shift", "v_scale", "v_shift"  # of codes
 _NAMES = {
     **dict.fromkeys(("q", "q0", "q1"), Q),
     **dict.fromkeys(("k", "k0", "k1"), K),
     **dict.fromkeys(("v", "v_view", "v0", "v1"), V),
     **{"out": OUT, "out_view": OUT, "lse": LSE, "page_table": TABLE, "kv_lens": LENS},
     **{"cu_seqlens_q": TABLE, "cu_seqlens_k": LENS},  # members have neither pages nor lengths
-    **dict(zip(_TABLES, CODED, strict=True)),
+    **dict(zip(CODE_TABLES, CODED, strict=True)),
 }
 _FORMATS = {"i1": "?", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u32": "I", "u64": "Q", "fp32": "f"}
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 128  # of a CUtensorMap
@@ -306,10 +306,10 @@ class Repeat:
 
     def __init__(self, launch: Launch, args: Arguments) -> None:
         self.packed = args.cu_seqlens_q is not None
-        none: Any = dict.fromkeys(("page_table", "kv_lens", "cu_seqlens_q", "cu_seqlens_k", *_TABLES))
+        none: Any = dict.fromkeys(("page_table", "kv_lens", "cu_seqlens_q", "cu_seqlens_k", *CODE_TABLES))
         self.launch, self.args = launch, args._replace(**none)
         self.plain = 3 if args.page_table is None and not self.packed else 5  # tensors that are no tables
-        self.tables = [args.codes and getattr(args, name) is not None for name in _TABLES]
+        self.tables = [args.codes and getattr(args, name) is not None for name in CODE_TABLES]
         self.replay: Replay | None = None
         self.recorded = False
 
@@ -319,13 +319,13 @@ class Repeat:
         device = tensors[Q].device
         if device.index != torch._C._cuda_getDevice() or runtime.hooked():
             return None
-        if self.replay is not None and not self.args.codes:
+        if self.replay is None:
+            return self.record(tensors) if not self.recorded and all(x.data_ptr() for x in tensors) else None
+        if not self.args.codes:
             return self.replay(tensors, device)
-        if self.replay is not None:
-            at = [x.data_ptr() for x in tensors[self.plain :]]
-            odd = 0 in at or reduce(or_, at) & _ALIGNED
-            return None if odd else self.replay(tensors[: self.plain], device, self._placed(at, 0))
-        return self.record(tensors) if not self.recorded and all(x.data_ptr() for x in tensors) else None
+        at = [x.data_ptr() for x in tensors[self.plain :]]
+        odd = 0 in at or reduce(or_, at) & _ALIGNED
+        return None if odd else self.replay(tensors[: self.plain], device, self._placed(at, 0))
 
     def _placed(self, given: Sequence[Any], absent: Any) -> list[Any]:
         """Something of each table that there is, and what stands for those that are not."""
@@ -335,7 +335,7 @@ class Repeat:
     def record(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         """Makes the call as its row does, and keeps what it launched."""
         coded: Any = self._placed(tensors[self.plain :], None)
-        args, (q, k, v, *others) = self.args._replace(**dict(zip(_TABLES, coded, strict=True))), tensors
+        args, (q, k, v, *others) = self.args._replace(**dict(zip(CODE_TABLES, coded, strict=True))), tensors
         others = others[: self.plain - 3]
         if self.packed:
             q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from polyflash.backends.webgpu.calls import entries_of, needed_pages, sizes_of
-from polyflash.backends.webgpu.codes import TABLES
 from polyflash.backends.webgpu.configs import Limits
 from polyflash.backends.webgpu.tensor import nbytes_of
 from polyflash.errors import UnsupportedError
 from polyflash.quant.scheme import codes_of
+from polyflash.spec import CODE_TABLES
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -74,7 +74,7 @@ class Chunk(NamedTuple):
         own |= {"sinks": self._heads(args.sinks)}
         pages = self._own_pages()
         own |= {} if pages is None else {"page_table": pages[1]}
-        tables = ((name, getattr(args, name)) for name in TABLES)
+        tables = ((name, getattr(args, name)) for name in CODE_TABLES)
         own |= {name: x if x is None else self.of_k(x) for name, x in tables}
         own |= {
             "alibi_slopes": self._heads(

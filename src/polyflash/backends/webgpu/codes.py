@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from polyflash.spec import Arguments
 
 _MIDDLES = {"int8": 128, "int4": 8}
-TABLES = ("k_scale", "k_shift", "v_scale", "v_shift")  # of Arguments
 
 
 class GpuCodes:
