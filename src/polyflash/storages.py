@@ -17,6 +17,8 @@ from polyflash.errors import spec_error
 from polyflash.spec import Arguments
 
 _HUGE = 2 << 20  # bytes of a huge page
+_dispatching, _tracing = torch._C._len_torch_dispatch_stack, torch._C._get_tracing_state
+_transform = torch._C._functorch.peek_interpreter_stack
 
 
 def span(x: Tensor) -> int:
@@ -53,6 +55,13 @@ def stored(*tensors: Any) -> bool:
         elif not holds(x, span(x)) and x.numel():
             return False
     return True
+
+
+def is_readable(x: Any) -> bool:
+    """Is x a tensor of memory that a kernel may read, in a call that nobody sees?"""
+    if type(x) is not Tensor or _dispatching() or _transform() is not None or _tracing() is not None:
+        return False
+    return not (x.is_neg() or x._is_zerotensor()) and stored(x)
 
 
 def holds(x: Tensor, size: int) -> bool:

@@ -17,9 +17,11 @@ from polyflash import QuantizedTensor, SpecError, dequantize, quantize
 from polyflash.integrations.flash_attn_cache import flash_attn_with_kvcache
 from polyflash.kvcache import KVCache, OutOfPages, Request, Rope, code_pools, heavy_hitters
 from polyflash.quant import NAMED, Scheme, codec
+from tests import device
 from tests.kvcache.plain import DIM, HEADS, Token, Tokens, append, cache_of, expected, hold, layer_of
 
 LAYERS, PAGE = 2, 8
+OF_CPUS = pytest.mark.skipif(bool(device.DEFAULT), reason="of a cache on a CPU")
 PAGE_OF_CACHES = Path(__file__).parents[2] / "docs" / "kvcache.md"
 INT4 = Scheme(dtype="int4", granularity="channel", tokens=4, symmetric=False)
 SCHEMES = {
@@ -266,6 +268,7 @@ def test_some_steps_may_be_in_inference_mode(monkeypatch: pytest.MonkeyPatch) ->
         assert_whole(cache, request, held)
 
 
+@OF_CPUS
 @pytest.mark.parametrize("name", ["int8-channel", "int4", "nf4", "blocks"])
 def test_codes_stay_where_no_scale_changes(name: str) -> None:
     """A mark among the codes of an unfinished group outlives tokens within its range and none beyond."""
@@ -414,8 +417,9 @@ def test_forks_have_values_of_their_own() -> None:
             assert_whole(cache, request, known)
 
 
+@OF_CPUS
 def test_codes_of_a_head_lie_together_in_a_page() -> None:
-    """On a CPU, which reads a head at a time; their axes are those of every pool."""
+    """A CPU reads a head at a time; their axes are those of every pool."""
     for codes in (coded("int4").k_pages[0].codes, coded("int8").v_pages[0].codes):
         _, heads, tokens, width = codes.shape
         assert codes.stride() == (heads * tokens * width, tokens * width, width, 1)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from polyflash import SpecError
-from polyflash.kvcache import Rope
+from polyflash.kvcache import KVCache, Rope
 
 
 def by_complex_numbers(x: Tensor, positions: Tensor, base: float, width: int, interleaved: bool) -> Tensor:
@@ -93,3 +93,18 @@ def test_what_does_not_fit_is_refused():
         with pytest.raises(SpecError):
             wrong()
     assert Rope().rotate(x[:0], at[:0]).shape == (0, 2, 8)
+
+
+def test_factors_of_a_step_are_those_of_each_width():
+    """A step makes cosines once for all layers, of each kind of rows that it turns."""
+    cache = KVCache(4, 8, 2, 8, num_layers=2, dtype=torch.float32)
+    (request,), rope = cache.add(), Rope()
+    k, wide = torch.randn(3, 2, 8), torch.randn(3, 4, 16)
+    with cache.reserve(request, 3) as step:
+        assert step.write(k, k, layer=0, rope=rope, q=k) is not None
+        turned = step.write(k, k, layer=1, rope=rope, q=wide)
+        assert turned is not None and torch.equal(turned, rope.rotate(wide, torch.arange(3)))
+        for wrong in (wide[:2], wide[0], wide.long(), "q"):
+            with pytest.raises(SpecError):
+                step.write(k, k, layer=1, rope=rope, q=wrong)  # type: ignore[arg-type]
+    assert torch.equal(cache.read(request, layer=1)[0], rope.rotate(k, torch.arange(3)))

@@ -267,7 +267,7 @@ def append(k_cache: KV, v_cache: KV, k: Tensor, v: Tensor, at: Tensor, table: Te
         new, stores = new.flatten(0, 1), list[tuple[Tensor, Tensor]]()
         if isinstance(cache, Tensor):
             stores.append((cache, new))
-        elif not written_at_once(CodePools.over(cache), 0, torch.where(live, place, -1), new):
+        elif not written_at_once(CodePools.over(cache), torch.where(live, place, -1), new):
             stores += CodePools.over(cache).placed(new)
         for store, part in stores:
             held = torch.where(any_live, part[some], store[blocks, slots])

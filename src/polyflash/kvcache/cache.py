@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
@@ -49,9 +50,13 @@ class Step:
         if any(evicted):
             ahead, each = (torch.tensor(x, device="cpu") for x in (evicted, self.counts))
             positions = positions + ahead.repeat_interleave(each)
-        self.slot_mapping = moved(slots, tables.device)
-        self.positions = moved(positions, tables.device)
+        self.slot_mapping, self._positions = moved(slots, tables.device), positions
         self.writers = tuple(Writer(pools, self.slot_mapping, where) for pools in cache.codes)
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """int64 (total,): those of the new tokens."""
+        return moved(self._positions, self.tables.device)
 
     @property
     def open(self) -> bool:
@@ -86,7 +91,7 @@ class Step:
         total = int(self.slot_mapping.shape[0])
         check_tokens("k", k, k_pool, total)
         check_tokens("v", v, v_pool, total)
-        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (k, v, q)):
+        if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (k, v, q)):
             told = "a cache is for inference, and one needs a gradient. Use no_grad()"
             raise UnsupportedError(f"k, v, q: {told}")
         with torch.no_grad():

@@ -17,7 +17,15 @@ import torch
 from torch import Tensor
 
 from polyflash.errors import described, spec_error
-from polyflash.kvcache.code_writes import InPlace, Turn, quantiser_of, written_at_once
+from polyflash.kvcache.code_writes import (
+    GroupsOnDevice,
+    InPlace,
+    OnDevice,
+    Turn,
+    codes_on_device,
+    quantiser_of,
+    written_at_once,
+)
 from polyflash.kvcache.layout import ints, moved, read_slots, slots_of, write_slots
 from polyflash.quant.scheme import KINDS, NAMED, Scheme
 from polyflash.quant.tensor import QuantizedTensor, dequantize, quantize
@@ -105,10 +113,10 @@ class CodePools:
         size, places = codes.shape[1], pages * codes.shape[1] + slots
         if kernel:
             each = np.ones(len(slots), np.int64)
-            InPlace(self, kernel, places.numpy(), each, {}, []).write(0, values, None)
+            InPlace(kernel, self, places.numpy(), each, {}, []).write(0, values, None)
             return
         inside = (pages.clamp(0, len(codes) - 1) == pages) & (slots.clamp(0, size - 1) == slots)
-        if not written_at_once(self, 0, torch.where(inside, places, -1), values):
+        if not written_at_once(self, torch.where(inside, places, -1), values):
             for store, part in self.placed(values):
                 store[pages, slots] = part
 
@@ -203,15 +211,15 @@ class Writer:
         self.left: list[Left] = []
         self.pages: list[int] = []  # whose tails the step replaces
         self._saved: dict[int, list[Tensor]] = {}
-        self._in_place: InPlace | None = None
+        self._in_place: Any = None  # `Groups`, once a quantiser has had values of the step
+        self._device = slots.device
         if size == 1:
-            self.groups, self._live = slots, np.ones(len(slots), np.int64)
+            self.groups, self._places, self._live = slots, slots, np.ones(len(slots), np.int64)
             return
         ends = [s + n for s, n in zip(starts, counts, strict=True)]
         spans = [-(-e // size) - s // size if e > s else 0 for s, e in zip(starts, ends, strict=True)]
         firsts = [s // size for s in starts]
-        groups, _ = slots_of(rows, page_size // size, firsts, spans)
-        self.groups = moved(groups, slots.device)
+        self._places, _ = slots_of(rows, page_size // size, firsts, spans)
         bases = self._bases = [*itertools.accumulate(spans, initial=0)]
         each = zip(firsts, spans, ends, strict=True)
         live = [min(end - n * size, size) for at, span, end in each for n in range(at, at + span)]
@@ -221,16 +229,21 @@ class Writer:
                 self._add(row, page_size, base, span, start, end)
 
     @cached_property
+    def groups(self) -> Tensor:
+        """Slots of the groups."""
+        return moved(self._places, self._device)
+
+    @cached_property
     def _whole(self) -> tuple[Tensor, ...]:
         """Places of the new tokens among those of all groups, and the live tokens of each."""
         size, each = self.pools.group, zip(self._counts, self._bases, self._starts, strict=False)
         rows = np.concatenate((np.arange(0), *(np.arange(n) + b * size + s % size for n, b, s in each)))
-        return tuple(moved(torch.from_numpy(x), self.groups.device) for x in (rows, self._live))
+        return tuple(moved(torch.from_numpy(x), self._device) for x in (rows, self._live))
 
     @cached_property
     def _first(self) -> Tensor:
         """Slots of the groups that are begun."""
-        return self.groups[ints([x.at for x in self.begun], self.groups.device, torch.int64)]
+        return self.groups[ints([x.at for x in self.begun], self._device, torch.int64)]
 
     def _add(self, row: Sequence[int], page_size: int, base: int, span: int, start: int, end: int) -> None:
         pools, size = self.pools, self.pools.group
@@ -249,11 +262,9 @@ class Writer:
         pools, size = self.pools, self.pools.group
         if not len(values):
             return
-        kernel = quantiser_of(pools.scheme, values, self._in_place)
-        if kernel:
-            self._write_in_place(kernel, layer, values, turn)
-            return
-        if size == 1 and written_at_once(pools, layer, self.groups, values, turn):
+        groups = self._groups_for(values)
+        if groups is not None:
+            self._write_in_place(groups, layer, values, turn)
             return
         values = values if turn is None else turn.of(values)
         if size == 1:
@@ -271,22 +282,31 @@ class Writer:
             tails = [tail.values[layer, first:end] for _, _, tail, first, end in self.left]
             torch._foreach_copy_(tails, [x[at, first:end] for at, _, _, first, end in self.left])
 
-    def _write_in_place(self, kernel: int, layer: int, values: Tensor, turn: Turn | None) -> None:
-        """The same by the CPU's quantiser, which reads and writes all where it lies."""
-        pools = self.pools
-        if self._in_place is None:
+    def _groups_for(self, values: Tensor) -> Any:
+        """Finds what writes such values by a quantiser, laid out once for all layers, or None."""
+        pools, known = self.pools, self._in_place
+        kernel = quantiser_of(pools.scheme, values, known)
+        if not (kernel or codes_on_device(pools.scheme, values, known)):
+            return None
+        if known is None and pools.group == 1 and not kernel:
+            known = self._in_place = OnDevice(pools, self.groups)
+        elif known is None:
             begun = {x.at: (x.tokens, x.values) for x in self.begun}
             begun |= {x.at: (begun.get(x.at, (0, None))[0], x.tail.values) for x in self.left}
-            known = [x.at for x in self.begun if x.values is not None]
-            self._in_place = InPlace(pools, kernel, self.groups.numpy(), self._live, begun, known)
-        self._in_place.layers.update(self._saved)  # those that this step has written otherwise too
+            same = [x.at for x in self.begun if x.values is not None]
+            groups = pools, self._places.numpy(), self._live, begun, same
+            known = self._in_place = InPlace(kernel, *groups) if kernel else GroupsOnDevice(*groups)
+        return known
+
+    def _write_in_place(self, groups: Any, layer: int, values: Tensor, turn: Turn | None) -> None:
+        groups.layers.update(self._saved)  # those that this step has written otherwise too
         unknown = [i for i, x in enumerate(self.begun) if x.values is None]
         if unknown:
-            saved = self._saved.setdefault(layer, pools.take(layer, self._first))
+            saved = self._saved.setdefault(layer, self.pools.take(layer, self._first))
             for i in unknown:
                 at, tokens, _ = self.begun[i]
-                self._in_place.buffers[at][layer, :tokens] = self._old(layer, i, saved)
-        self._in_place.write(layer, values, turn)
+                groups.buffers[at][layer, :tokens] = self._old(layer, i, saved)
+        groups.write(layer, values, turn)
 
     def _old(self, layer: int, i: int, saved: list[Tensor]) -> Tensor:
         """The values that a group had before the step, (tokens, num_kv_heads, channels)."""
@@ -298,7 +318,7 @@ class Writer:
     def load(self, given: Sequence[QuantizedTensor], tails: Sequence[Tensor | None]) -> None:
         """Writes requests that begin with this step, of every layer (num_layers, tokens, num_kv_heads,
         channels) each, and the values of their unfinished groups."""
-        device = self.groups.device
+        device = self._device
         for layer in range(len(self.pools.layers) if given else 0):
             at = torch.tensor([layer], device="cpu")
             parts = zip(*(self.pools.parts(x.pages(at)) for x in given), strict=True)

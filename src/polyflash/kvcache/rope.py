@@ -63,7 +63,11 @@ class Rope:
         Raises:
             SpecError: shapes, dtypes or devices do not fit, head_dim is too small, or (looked at on a CPU
                 only) a position is negative or beyond the tables."""
-        cos, sin = (part[:, None] for part in self.factors(x, positions))
+        return self.turned(x, *self.factors(x, positions))
+
+    def turned(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """x turned by its `factors`."""
+        cos, sin = cos[:, None], sin[:, None]
         width = 2 * cos.shape[-1]
         turned, rest = x[..., :width].to(cos.dtype), x[..., width:]
         if self.interleaved:

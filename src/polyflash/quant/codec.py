@@ -68,7 +68,7 @@ def encode(x: Tensor, scheme: Scheme, lens: Tensor | None = None) -> tuple[Tenso
     if not scheme.symmetric:
         lo, hi = _extremes(x, codes.scale, dead)
         middle = (kind.levels + 1) // 2
-        scale = (hi - lo) / (kind.levels + 0.25)
+        scale = _divided(hi - lo, kind.levels + 0.25)
         shift = lo + middle * scale + scale / 8
         steps = (x - spread(lo, codes.scale, x.shape)) / spread(scale, codes.scale, x.shape) - 0.125
         code = torch.nan_to_num(steps).round().clamp(0, kind.levels) - middle
@@ -81,9 +81,14 @@ def encode(x: Tensor, scheme: Scheme, lens: Tensor | None = None) -> tuple[Tenso
         power = (most.contiguous().view(torch.int32) & 0x7F800000).view(torch.float32)  # without a mantissa
         scale = torch.where(most.isnan(), most, power / 4)
     else:
-        scale = most / kind.most
+        scale = _divided(most, kind.most)
     units = torch.nan_to_num(x / spread(scale, codes.scale, x.shape))
     return _stored(units, scheme.dtype, dead), scale, mean
+
+
+def _divided(x: Tensor, number: float) -> Tensor:
+    """A division: by a number that is no tensor a GPU multiplies with its inverse."""
+    return x / x.new_full((), number)
 
 
 def one_pass(device: str) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 from polyflash.errors import described, spec_error
@@ -32,6 +33,8 @@ NF4 = (
 )
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 TABLES = {"nf4": NF4, "mxfp4": (*E2M1, *(-x for x in E2M1))}  # value of each code of 4 bits
+# Halfway between neighbours: of all values, or of those that have a sign.
+BORDERS = {name: tuple((a + b) / 2 for a, b in pairwise(x)) for name, x in (("nf4", NF4), ("mxfp4", E2M1))}
 KINDS = {
     "int8": Kind(8, "int8", 127.0, 255),
     "int4": Kind(4, "uint8", 7.0, 15),

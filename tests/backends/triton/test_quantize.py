@@ -12,6 +12,7 @@ from polyflash.backends.triton import quantize
 from polyflash.kvcache import Rope
 from polyflash.quant import NAMED, Scheme, codec
 from polyflash.quant import quantize as codec_quantize
+from polyflash.quant.scheme import BORDERS, E2M1
 from tests import device
 
 SCHEMES = {
@@ -24,7 +25,9 @@ SCHEMES = {
     "int4-rotated": replace(NAMED["int4"][0], rotation="hadamard"),
     "e4m3-rotated-blocks": Scheme(dtype="fp8_e4m3", channels=16, rotation="hadamard"),
 }
-LEFT = ("nf4-k", "nf4-v", "mxfp4-k", "mxfp4-v")  # to the codec
+
+
+ROTATED = ("int8-rotated", "e4m3-rotated-blocks")
 
 
 def same(found: Tensor | None, wanted: Tensor | None) -> bool:
@@ -45,15 +48,15 @@ def test_bits_of_the_codec(name: str, dim: int):
     x = (torch.randn(2, 2, 100, dim, generator=generator) * 3 + 1).to(torch.bfloat16)
     x[0, 0, 5], x[1, 0, 6], x[0, 1, 9, 2], x[1, 1, 7, 3] = 0, 1e-30, torch.inf, torch.nan
     x[1, 0, 70, :2] = torch.tensor([3.2e38, -3.2e38])  # a range beyond float32
+    x[0, 0, 71, :16] = torch.tensor([*E2M1, *(-x for x in BORDERS["mxfp4"]), -6.0])  # scale 1, halfway
     for lens in (None, torch.tensor([60, 100])):
         wanted = codec.encode(x, scheme, lens)
         dead = None if lens is None else ~(torch.arange(100) < lens.view(-1, 1))[:, None, :, None]
         mean = None if scheme.smoothing == "none" else codec._mean(x.float(), scheme.smoothing, dead)
         there = (y if y is None else y.to(device.DEVICE) for y in (x, mean))
         found = quantize.encode(*there, scheme, lens)
-        assert (found is None) is (name in LEFT)
-        if found is not None:
-            assert [same(a, b) for a, b in zip(found, wanted, strict=True)] == [True] * 3
+        assert found is not None
+        assert [same(a, b) for a, b in zip(found, wanted, strict=True)] == [True] * 3
 
 
 def test_another_layout_is_read_where_it_is():
@@ -62,11 +65,21 @@ def test_another_layout_is_read_where_it_is():
     assert found is not None and same(found[0], wanted[0]) and same(found[1], wanted[1])
 
 
+def test_a_negated_view_is_left_to_the_codec():
+    x = torch.randn(1, 2, 5, 64, device=device.DEVICE)
+    negated = torch.complex(x, x).conj().imag
+    assert negated.is_neg() and quantize.encode(negated, None, Scheme(), None) is None
+    for a, b in zip(codec.encode(negated, Scheme())[:2], codec.encode(-x, Scheme())[:2], strict=True):
+        assert same(a, b)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("name", ["int8-k", "int4-v", "int8-rotated", "e4m3-rotated-blocks"])
+@pytest.mark.parametrize(
+    "name", ["int8-k", "int4-v", "int8-rotated", "e4m3-rotated-blocks", "nf4-v", "mxfp4-k"]
+)
 def test_keys_are_turned_rotated_coded_and_stored_at_once(name: str, dtype: torch.dtype):
     """In slots of pages, those of no slot nowhere; bits of `Rope.rotate` and of the codec."""
-    scheme, dim = SCHEMES[name], 96 if name == "int4-v" else 80
+    scheme, dim = SCHEMES[name], 96 if SCHEMES[name].channels == 32 else 80
     x = (torch.randn(21, 3, dim) * 3 + 1).to(dtype)
     slots = torch.randperm(40)[:21]
     slots[[4, 20]] = -1
@@ -90,8 +103,8 @@ def test_keys_are_turned_rotated_coded_and_stored_at_once(name: str, dtype: torc
             assert same(getattr(there, part), getattr(want, part))
 
 
-def test_schemes_of_groups_are_not_written():
+def test_schemes_of_groups_are_not_written_by_token():
     x, slots = torch.randn(3, 2, 64, device=device.DEVICE), torch.arange(3, device=device.DEVICE)
-    for name in ("int8-channel-k", "nf4-v", "int8-smooth-k"):
+    for name in ("int8-channel-k", "nf4-k", "int8-smooth-k"):
         cache = codec_quantize(torch.zeros(2, 64, 2, 64, device=device.DEVICE), SCHEMES[name], layout="bshd")
         assert not quantize.write(x, cache, slots, None)

@@ -22,10 +22,8 @@ from polyflash.backends.cpu.words import Group, Quantize
 from polyflash.errors import UnsupportedError
 from polyflash.quant import codec
 from polyflash.quant.scheme import KINDS, Scheme
-from polyflash.storages import empty_of_keys, near, stored
+from polyflash.storages import empty_of_keys, is_readable, near
 
-_dispatching, _tracing = torch._C._len_torch_dispatch_stack, torch._C._get_tracing_state
-_transform = torch._C._functorch.peek_interpreter_stack
 VALUES_PER_US = 1500  # that one core makes codes of: what the thread decision assumes
 PART_VALUES = 1 << 13  # of a unit, about
 UNITS_PER_THREAD = 8  # at least, before an item takes several
@@ -51,20 +49,13 @@ def _address(key: runtime.Key) -> int:
         return 0
 
 
-def is_readable(x: Any) -> bool:
-    """Is x a tensor of memory that a kernel may read, in a call that nobody sees?"""
-    if type(x) is not torch.Tensor or _dispatching() or _transform() is not None or _tracing() is not None:
-        return False
-    return x.is_cpu and not (x.is_neg() or x._is_zerotensor()) and stored(x)
-
-
 def encode(
     x: Tensor, mean: Tensor | None, scheme: Scheme, lens: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None] | None:
     """Codes, scale and shift of x (batch, heads, seqlen, head_dim) as `codec.encode` gives them, which took
     the mean of a smoothed scheme; None of what has no kernel."""
     x = x.float() if x.dtype is torch.float64 else x
-    kernel = kernel_for(scheme, x.dtype) if x.numel() and is_readable(x) else 0
+    kernel = kernel_for(scheme, x.dtype) if x.numel() and x.is_cpu and is_readable(x) else 0
     if not kernel:
         return None
     form = scheme.codes

@@ -7,9 +7,6 @@ makes the scale NaN. Lanes are channels.
 
 from __future__ import annotations
 
-from itertools import pairwise
-
-import numpy as np
 from llvmlite import ir
 
 from polyflash.backends.cpu.configs import STORAGE_BYTES
@@ -17,16 +14,10 @@ from polyflash.backends.cpu.intrinsics import stage
 from polyflash.backends.cpu.quantize_configs import QuantizeKey
 from polyflash.backends.cpu.row_blocks import RowTile
 from polyflash.backends.cpu.simd import I8, I64, Emitter, Value
-from polyflash.quant.scheme import KINDS, TABLES
+from polyflash.quant.scheme import BORDERS, KINDS
 
 SIZE_BITS, INFINITE = 0x7FFFFFFF, 0x7F800000
 LEAST = -(1 << 31)
-
-
-def _borders(dtype: str) -> list[float]:
-    """Halfway between the values of a table, in float32."""
-    values = np.array(TABLES[dtype][: 16 if dtype == "nf4" else 8], dtype=np.float32)
-    return [float((a + b) / np.float32(2)) for a, b in pairwise(values)]
 
 
 class QuantizeTile(RowTile):
@@ -195,9 +186,9 @@ class QuantizeTile(RowTile):
         if kind.bits == 8:
             return self._float_of_8_bits(e, self._held(e, x, -kind.most, kind.most))
         if dtype == "nf4":
-            return self._above(e, x, [(border, ">") for border in _borders(dtype)])
+            return self._above(e, x, [(border, ">") for border in BORDERS[dtype]])
         size = b.bitcast(b.and_(b.bitcast(x, e.vi), e.ints(SIZE_BITS)), e.vf)
-        borders = [(border, ">=" if i % 2 else ">") for i, border in enumerate(_borders(dtype))]
+        borders = [(border, ">=" if i % 2 else ">") for i, border in enumerate(BORDERS[dtype])]
         below = b.select(b.fcmp_ordered("<", x, e.floats(0)), e.ints(8), e.ints(0))
         return b.add(self._above(e, size, borders), below)
 

@@ -442,14 +442,22 @@ class Calls:
         names = [id(x) for x in given if x is not None]  # one tensor twice: another call may have it as two
         same = () if len(set(names)) == len(names) else tuple(map(names.index, names))
         key = numbers, tuple(needs), sizes, same, *[x if x is None else x.stride() for x in given]
+        found = self.known.get(key)
+        if found is not None and args is last and needs and all(needs[:3]) and not any(needs[3:]):
+            self._see(sizes, args, [x for x in given if x is not None], found)
+        return self._made(key, given, make)
+
+    def by(self, key: Any, given: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+        """The same by a key of the caller's, which tells all of `given` but addresses."""
+        if not _is_current(given[0].device) or runtime.hooked() or runtime.recording():
+            return make()
+        return self._made(key, given, make)
+
+    def _made(self, key: Any, given: tuple[Any, ...], make: Callable[[], Any]) -> Any:
         if key not in self.known:
             return self._meet(key, given, make)
         found = self.known[key]
-        if found is None:
-            return make()
-        if args is last and needs and all(needs[:3]) and not any(needs[3:]):
-            self._see(sizes, args, [x for x in given if x is not None], found)
-        made = found(given, device)
+        made = None if found is None else found(given, given[0].device)
         return make() if made is None else made
 
     def _see(self, sizes: Any, args: Any, given: list[Tensor], found: Found) -> None:
