@@ -116,6 +116,7 @@ def attention(
     if not isinstance(layout, str) or layout != "bhsd":
         q, k, v, out = views_of(form_of(layout), q, k, v, out)
     key = results = None
+    tensors: tuple[Any, ...] = ()
     plain = (  # each comparison with None by itself is the quickest, and on a GPU the device waits for Python
         window is None and mask is None and bias is None and alibi_slopes is None and sinks is None
         and kv_lens is None and kv_starts is None and q_offset is None and batch_invariant is None
@@ -131,14 +132,14 @@ def attention(
         fixed = causal, return_lse, softcap, scale, backend
         repeat = None
         if q.is_cuda:
-            repeat = repeats.seen(q, k, v, fixed) if type(k) is Tensor else None
+            repeat = repeats.seen(fixed, q, k, v) if type(k) is Tensor else None
         else:
             found = repeats.at_once(q, k, v, fixed)
             if found is not None:
                 return found if layout == "bhsd" else found.transpose(1, 2)
-        tensors: tuple[Any, ...] = q, k, v
+        tensors = q, k, v
         if type(k) is type(v) is QuantizedTensor:
-            key, tensors = repeats.of_codes(q, k, v, fixed)
+            key, tensors, repeat = repeats.of_codes(q, k, v, fixed)
         elif repeat is None:
             key = repeats.key_of(q, k, v, fixed)
         results = repeats.call(key, *tensors, repeat=repeat)
@@ -153,7 +154,7 @@ def attention(
                 batch_invariant=batch_invariant, backend=backend, config=config, checked=checked,
             )  # fmt: skip
             bound = bind(q, k, v, options, out=out)
-        results = repeats.attend(key, bound)
+        results = repeats.attend(key, bound, *tensors)
     result, lse = results
     if given is not None:
         result = given
@@ -297,6 +298,7 @@ def attention_paged(
     if unknown:
         raise unexpected(attention_paged, unknown)
     key = None
+    tensors: tuple[Any, ...] = ()
     plain = cu_seqlens_q is max_seqlen_q is window is alibi_slopes is sinks is kv_starts is q_offset is None
     plain = plain and batch_invariant is out is config is None and type(softcap) is float
     plain = plain and type(causal) is type(return_lse) is type(checked) is bool
@@ -304,11 +306,12 @@ def attention_paged(
     if plain and type(q) is Tensor and type(k_pages) is type(v_pages) in (Tensor, QuantizedTensor):
         fixed = causal, return_lse, softcap, scale, backend, checked
         if type(k_pages) is QuantizedTensor:
-            key, tensors = repeats.of_codes(q, k_pages, v_pages, fixed, page_table, kv_lens)
+            key, tensors, repeat = repeats.of_codes(q, k_pages, v_pages, fixed, page_table, kv_lens)
         else:
-            key = repeats.key_of_paged(q, k_pages, v_pages, page_table, kv_lens, fixed)
             tensors = q, k_pages, v_pages, page_table, kv_lens
-        found = repeats.call(key, *tensors)
+            repeat = repeats.seen(fixed, *tensors) if q.is_cuda else None  # type: ignore[arg-type]
+            key = repeats.key_of_paged(*tensors, fixed) if repeat is None else None
+        found = repeats.call(key, *tensors, repeat=repeat)
         if found is not None:
             return AttentionOutput(found[0], found[1].transpose(0, 1)) if return_lse else found[0]
     options = Options(
@@ -319,7 +322,7 @@ def attention_paged(
     )  # fmt: skip
     form = Form.PAGED if cu_seqlens_q is None else Form.PAGED_ROWS
     bound = bind(q, k_pages, v_pages, options, form, out)
-    return bound.returned(*repeats.attend(key, bound, kv_lens), out)
+    return bound.returned(*repeats.attend(key, bound, *tensors), out)
 
 
 @answering

@@ -11,6 +11,8 @@ from torch import Tensor
 from torch._C._autograd import _top_saved_tensors_default_hooks as saved_hooks
 from torch.autograd import forward_ad, profiler
 
+from polyflash.storages import hold, is_readable, span
+
 
 def unwatched() -> bool:
     """Does nobody see a call of tensors that are `alike`? Modes and casts show in their dispatch keys."""
@@ -38,3 +40,24 @@ def alike(*tensors: Tensor) -> Callable[..., bool] | None:
         return check(*given)  # type: ignore[no-any-return]
 
     return told
+
+
+class Likeness:
+    """The last tensors that were found to be plain ones, for others like them."""
+
+    def __init__(self) -> None:
+        self._last: tuple[Any, ...] = None, None, ()
+
+    def told(self, count: int, *tensors: Any) -> bool:
+        """Are these like the last, which were kept for such a count?"""
+        known, check, reaches = self._last
+        if known != (count, len(tensors)) or torch.compiler.is_compiling():
+            return False
+        return check(*tensors) and hold(tensors, reaches)
+
+    def keep(self, count: int, *tensors: Tensor) -> None:
+        """Keeps them, if nobody sees a call of theirs."""
+        if all(map(is_readable, tensors)) and not any(x.requires_grad for x in tensors):
+            check = alike(*tensors)
+            if check is not None:
+                self._last = (count, len(tensors)), check, tuple(map(span, tensors))

@@ -106,33 +106,35 @@ def key_of_packed(q: Tensor, k: Any, v: Any, cu_q: Any, cu_k: Any, options: Key)
 
 def of_codes(
     q: Tensor, k: Any, v: Any, options: Key, table: Any = None, lens: Any = None
-) -> tuple[Key | None, tuple[Any, ...]]:
+) -> tuple[Key | None, tuple[Any, ...], Repeat | None]:
     """The key of such a call of few rows whose k and v are `QuantizedTensor`s, over pages if there is a
-    table, and its tensors."""
+    table, its tensors, and the call itself if it needs no key."""
     if not (type(k) is type(v) is QuantizedTensor and k.source is v.source is None):
-        return None, ()
+        return None, (), None
     forms: Key = k.scheme, v.scheme, k.layout, v.layout
     tables = [x for x in (k.scale, k.shift, v.scale, v.shift) if x is not None]
+    paged = () if table is None else (table, lens)
+    whole = q, k.codes, v.codes, *paged, *tables
+    repeat = seen((options, *forms), *whole) if q.is_cuda else None
+    if repeat is not None:
+        return None, whole, repeat
     if table is None:
-        paged: tuple[Any, ...] = ()
         key = key_of(q, k.codes, v.codes, options)
     else:
-        paged = table, lens
         key = key_of_paged(q, k.codes, v.codes, table, lens, options, slots=2)
-    if q.is_cuda or table is not None:
-        forms += tuple((x.shape, x.stride()) for x in tables)
     if key is None or key[0][-1] is True or quiet(q, *tables) is None:
-        return None, ()
+        return None, (), None
     short = k.scheme.rotation == "none" if q.is_cuda else type(key[-1]) is bool
     if not short:  # of a CPU calls of few rows alone
-        return None, ()
-    whole = key[0], forms, key
-    if k.scheme.rotation != "none" and _known.get(whole) is not None:
+        return None, (), None
+    sizes = tuple((x.shape, x.stride()) for x in tables) if q.is_cuda or table is not None else ()
+    key = key[0], (options, *forms), sizes, key
+    if k.scheme.rotation != "none" and _known.get(key) is not None:
         try:
             q = codec.one_pass("cpu").rotate(q) if stored(q) else q  # which is refused
         except NotImplementedError:  # as in `call`
-            return None, ()
-    return whole, (q, k.codes, v.codes, *paged, *tables)
+            return None, (), None
+    return key, (q, *whole[1:]), None
 
 
 def at_once(q: Tensor, k: Any, v: Any, options: Key) -> Tensor | None:
@@ -146,18 +148,18 @@ def at_once(q: Tensor, k: Any, v: Any, options: Key) -> Tensor | None:
     return None
 
 
-def seen(q: Tensor, k: Tensor, v: Any, options: Key) -> Repeat | None:
-    """Repeats a call on a GPU that needs no key: torch compares all that `key_of` asks in one go."""
+def seen(options: Key, q: Tensor, k: Tensor, *others: Any) -> Repeat | None:
+    """Repeats a call on a GPU that needs no key: torch compares all that one asks of tensors in one go."""
     if compiling() or tracing() is not None:
         return None
     try:
-        others = _known.get((options, q.shape, k.shape), ())
+        found = _known.get((options, q.shape, k.shape), ())
     except RuntimeError:  # nested tensors have no shape, and are refused in words later
         return None
-    for check, kinds, repeat in others:
-        if check(q, k, v) and kinds[1] == backend_in_use.get() and unwatched():
-            found: Repeat = repeat
-            return None if kinds[-1] is True and not torch.is_grad_enabled() else found
+    for check, kinds, repeat in found:
+        if check(q, k, *others) and kinds[1] == backend_in_use.get() and unwatched():
+            known: Repeat = repeat
+            return None if kinds[-1] is True and not torch.is_grad_enabled() else known
     return None
 
 
@@ -198,9 +200,9 @@ def _make_room() -> None:
             _known.pop(old, None)
 
 
-def attend(key: Key | None, bound: Bound, lens: Tensor | None = None) -> Results:
+def attend(key: Key | None, bound: Bound, *given: Tensor) -> Results:
     """The results of a call that is not known. What was decided for it is kept under its key, for calls like
-    it; `lens` are the lengths as given."""
+    it; `given` are its tensors as `call` takes them, but for packed members."""
     if key is not None and type(bound.k) is QuantizedTensor:
         opened = entry.opened_of(bound)
         ready = entry.read_in_walk(bound, opened)
@@ -216,11 +218,11 @@ def attend(key: Key | None, bound: Bound, lens: Tensor | None = None) -> Results
         return entry.attend(bound)
     launch, results = plain
     if key not in _known:
-        learn(key, launch, bound, lens)
+        learn(key, launch, bound, given)
     return results
 
 
-def learn(key: Key, launch: Launch, bound: Bound, lens: Tensor | None) -> None:
+def learn(key: Key, launch: Launch, bound: Bound, given: tuple[Tensor, ...]) -> None:
     """Calls with this key are made as `bound` was; None is kept if its row has no shorter way for them."""
     q, k, v, _, args, _ = bound
     _make_room()
@@ -229,14 +231,14 @@ def learn(key: Key, launch: Launch, bound: Bound, lens: Tensor | None) -> None:
     repeat = maker and maker(launch, q, k, v, args._replace(need_lse=True) if trained else args)
     if repeat is not None:
         repeat = torch_ops.trained(repeat, launch, q, k, v, args) if trained else repeat
-        repeat = _narrowing(repeat) if lens is not None and lens.dtype is torch.int64 else repeat
+        narrow = args.page_table is not None and given[4].dtype is torch.int64
+        repeat = _narrowing(repeat) if narrow else repeat
         repeat.tally = launch.tally
         if not hasattr(repeat, "reaches"):
             tensors = q, k, v, *(getattr(args, name) for name in _BEHIND)
             repeat.reaches = tuple(span(x) for x in tensors if x is not None)
-        seen = q.is_cuda and lens is args.cu_seqlens_q is None and not args.codes
-        if seen and q.dtype is not torch.float32:  # not of TF32
-            check, sizes = alike(q, k, v), (key[1], q.shape, k.shape)
+        if given and q.is_cuda and q.dtype is not torch.float32:  # not of TF32
+            check, sizes = alike(*given), (key[1], given[0].shape, given[1].shape)
             others = _known.get(sizes, ())[: _KEPT_CHECKS - 1]
             _known[sizes] = others if check is None else ((check, key[0], repeat), *others)
     _known[key] = repeat

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
+from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
@@ -11,10 +13,12 @@ import torch
 import polyflash
 from polyflash import quantize, repeats, routes, torch_ops
 from polyflash.counting import Tally
-from polyflash.kvcache import KVCache
+from polyflash.kvcache import KVCache, Rope
 from polyflash.plan import Launch
 from polyflash.quant import NAMED, codec
 from polyflash.results import NO_LSE, outputs
+
+NAMED_OF_CACHES = ("int8", "int8-channel", "int4", "int4-token", "fp8", "nf4", "mxfp4")
 
 
 @pytest.fixture
@@ -214,8 +218,43 @@ def test_known_calls_over_codes_read_their_own(monkeypatch, name):
     for call in calls[:4]:  # the first of each kind is learnt, the second recorded
         call()
     monkeypatch.setattr(torch_ops, "call_plain", lambda *_: pytest.fail("the whole way"))
+    monkeypatch.setattr(repeats, "quiet", lambda *_, **__: pytest.fail("a key"))
     for call, result in zip(calls, want, strict=True):
         assert torch.equal(call(), result)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", [None, *NAMED_OF_CACHES])
+def test_steps_of_a_cache_repeat_the_writes_of_others(name, monkeypatch):
+    """In every layer and step, with the codes of the whole sequence; tokens are turned on their way."""
+    size = {"num_kv_heads": 2, "head_dim": 64, "num_layers": 4, "dtype": torch.bfloat16, "device": "cuda"}
+    cache, rope, held = KVCache(16, 64, quant=name, **size), Rope(), []
+    requests = cache.add(3)
+    for at in range(70):  # over the end of a group
+        if at == 3:
+            quantize_, like = import_module("polyflash.backends.triton.quantize"), cache.writes.told
+            monkeypatch.setattr(quantize_, "_launch", lambda *_: pytest.fail("the whole way"))
+            told = partial(lambda like, *x: like(*x) or pytest.fail("checked"), like)
+            monkeypatch.setattr(cache.writes, "told", told)
+        new = torch.randn(4, 2, 3, 2, 64, device="cuda").bfloat16()
+        q = torch.randn(3, 4, 64, device="cuda").bfloat16()
+        with cache.reserve(requests, 1) as step:
+            for layer, (k, v) in enumerate(new):
+                turned = step.write(k, v, layer=layer, rope=rope, q=q)
+                assert torch.equal(turned, rope.rotate(q, step.positions))
+            held.append(torch.stack([torch.stack((rope.rotate(k, step.positions), v)) for k, v in new]))
+    keys, values = torch.stack(held, 3).transpose(0, 1)  # (layers, requests, tokens, heads, channels)
+    for layer in range(4):
+        for request, k, v in zip(requests, keys[layer], values[layer], strict=True):
+            if name is None:
+                assert all(map(torch.equal, cache.read(request, layer=layer), (k, v)))
+                continue
+            for got, x, scheme in zip(cache.read_codes(request, layer), (k, v), NAMED[name], strict=True):
+                want = quantize(x[None].cpu(), scheme, layout="bshd")
+                parts = ((getattr(y, p) for p in ("codes", "scale", "shift")) for y in (got, want))
+                for a, b in zip(*parts, strict=True):
+                    assert a is b is None or torch.equal(a.cpu().float(), b.float())
 
 
 def test_the_key_of_coded_keys_tells_where_their_tables_lie(monkeypatch):
@@ -227,7 +266,7 @@ def test_the_key_of_coded_keys_tells_where_their_tables_lie(monkeypatch):
     monkeypatch.setattr(codec, "one_pass", lambda device: None)
     k = quantize(x, NAMED["int4-token"][0])
     wide = replace(k, scale=torch.stack((k.scale, k.scale), -1)[..., 0])
-    key, given = repeats.of_codes(q, k, k, ())
+    key, given, _ = repeats.of_codes(q, k, k, ())
     assert key is not None and [id(t) for t in given[3:]] == [id(t) for t in (k.scale, k.shift) * 2]
     assert repeats.of_codes(q, k, k, ())[0] == key and repeats.of_codes(q, wide, k, ())[0] not in (None, key)
     turned = replace(k, scheme=replace(k.scheme, rotation="hadamard"))

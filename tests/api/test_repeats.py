@@ -541,7 +541,7 @@ def test_threads_forget_and_learn_at_once(monkeypatch):
 
     def work(thread):
         for n in range(8000):
-            repeats.learn(((thread, n),), launch, bound, None)
+            repeats.learn(((thread, n),), launch, bound, ())
             sized.of_sizes(thread, n, n)
 
     sys.setswitchinterval(1e-6)
@@ -699,7 +699,7 @@ def seen_one():
     options, repeat = (False, False, 0.0, None, None), lambda *tensors: tensors
     kinds = repeats.key_of(q, k, v, options)[0]
     repeats._known[options, q.shape, k.shape] = ((likeness.alike(q, k, v), kinds, repeat),)
-    return (q, k, v), lambda *x: repeats.seen(*x, options) is repeat
+    return (q, k, v), lambda *x: repeats.seen(options, *x) is repeat
 
 
 @pytest.mark.parametrize("moment", MOMENTS)

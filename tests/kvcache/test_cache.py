@@ -15,6 +15,7 @@ import polyflash
 from polyflash import SpecError, UnsupportedError, storages
 from polyflash.kvcache import KVCache, OutOfPages, Request, Rope, write_tokens
 from polyflash.kvcache import cache as module
+from polyflash.kvcache.code_writes import Turn
 from polyflash.kvcache.layout import slots_of
 from tests.kvcache.plain import (
     DIM,
@@ -199,7 +200,7 @@ def test_PF12_after_any_exception_the_cache_is_as_before(where: str, monkeypatch
     else:
         monkeypatch.setattr(module, "write_slots", failing(module.write_slots))
     if where == "rope":
-        monkeypatch.setattr(Rope, "turned", failing(lambda *_: None) if calls == 1 else _raise)
+        monkeypatch.setattr(Turn, "of", failing(lambda *_: None) if calls == 1 else _raise)
     with pytest.raises(Fault), cache.reserve(list(held), [3, 7, 2]) as step:
         new = tokens.make(12)
         for layer in range(2):

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from polyflash import QuantizedTensor, SpecError, dequantize, quantize
+from polyflash import QuantizedTensor, SpecError, UnsupportedError, dequantize, quantize
 from polyflash.integrations.flash_attn_cache import flash_attn_with_kvcache
 from polyflash.kvcache import KVCache, OutOfPages, Request, Rope, code_pools, heavy_hitters
 from polyflash.quant import NAMED, Scheme, codec
@@ -577,3 +577,30 @@ def test_flash_attns_cache_reads_codes() -> None:
     got = flash_attn_with_kvcache(q[None].expand(2, -1, -1, -1), *whole, cache_batch_idx=at)
     want = flash_attn_with_kvcache(q[None].expand(2, -1, -1, -1), *map(dequantize, whole), cache_batch_idx=at)
     assert torch.allclose(got, want, atol=2e-5) and rows
+
+
+def test_tokens_like_others_are_checked_for_what_a_step_asks() -> None:
+    """Those that were kept as plain ones say nothing of another count of tokens or of gradients."""
+    cache = coded("int8")
+    (request,) = cache.add()
+    k, v = layer_of(Tokens(LAYERS).make(3), 0, cache.dtype)
+    for count in (3, 3, 2):
+        with contextlib.suppress(InterruptedError), cache.reserve(request, count) as step:
+            for layer in range(LAYERS):
+                if count == 3:
+                    step.write(k, v, layer=layer)
+                else:
+                    with pytest.raises(SpecError, match=r"\(2, "):
+                        step.write(k, v, layer=layer)
+            for wrong in (LAYERS, -1, True, "0"):
+                with pytest.raises(SpecError, match="layer"):
+                    step.write(k, v, layer=wrong)  # type: ignore[arg-type]
+            raise InterruptedError
+    k.requires_grad_()
+    with contextlib.suppress(InterruptedError), cache.reserve(request, 3) as step:
+        for _ in range(2):
+            with torch.no_grad():
+                step.write(k, v)
+        with pytest.raises(UnsupportedError, match="gradient"):
+            step.write(k, v)
+        raise InterruptedError

@@ -87,24 +87,34 @@ class Step:
             SpecError: the step has ended, there is no such layer, or a tensor does not fit.
             UnsupportedError: a tensor needs a gradient, which ends at the pool."""
         self._check_open()
-        k_pool, v_pool = self.cache.pools(layer)
-        total = int(self.slot_mapping.shape[0])
-        check_tokens("k", k, k_pool, total)
-        check_tokens("v", v, v_pool, total)
-        if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (k, v, q)):
-            told = "a cache is for inference, and one needs a gradient. Use no_grad()"
-            raise UnsupportedError(f"k, v, q: {told}")
+        given = (k, v) if q is None else (k, v, q)
+        total, layers = len(self.slot_mapping), self.cache.num_layers
+        known = type(layer) is int and 0 <= layer < layers and self.cache.writes.told(total, *given)
+        if not known:
+            self._check(layer, *given)
         with torch.no_grad():
             turn = None if rope is None else self._turn_by(rope, positions)
             q = q if q is None or turn is None else turn.of(q)
             if self.writers:
                 for writer, x, way in zip(self.writers, (k, v), (turn, None), strict=True):
-                    writer.write(layer, x, way)
+                    writer.write(layer, x, way, known)
             else:
+                k_pool, v_pool = self.cache.pools(layer)
                 write_slots(k_pool, k if turn is None else turn.of(k), self.slot_mapping)
                 write_slots(v_pool, v, self.slot_mapping)
         self._written.add(layer)
         return q
+
+    def _check(self, layer: int, k: Tensor, v: Tensor, q: Tensor | None = None) -> None:
+        """Checks what a layer writes, and has more of the like found quickly."""
+        pools, total = self.cache.pools(layer), len(self.slot_mapping)
+        for name, x, pool in zip("kv", (k, v), pools, strict=True):
+            check_tokens(name, x, pool, total)
+        given = [x for x in (k, v, q) if x is not None]
+        if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in given):
+            told = "a cache is for inference, and one needs a gradient. Use no_grad()"
+            raise UnsupportedError(f"k, v, q: {told}")
+        self.cache.writes.keep(total, *given)
 
     def _turn_by(self, rope: Rope, positions: Tensor | None) -> Turn:
         """The turn of this write; that of an earlier one, if it has the same factors."""

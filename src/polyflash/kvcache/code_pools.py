@@ -68,6 +68,7 @@ class CodePools:
         views = [(c.view(self._storage).transpose(1, 2), *x) for c, *x in zip(codes, *tables, strict=True)]
         self.layers = tuple(self._tensor(*view) for view in views)
         self.tails: dict[int, Tail] = {}  # by page
+        self.writes: Any = None  # the last `Writes` of a GPU's quantiser
 
     @classmethod
     def over(cls, cache: QuantizedTensor) -> CodePools:
@@ -92,6 +93,13 @@ class CodePools:
         like = self.layers[0]
         shape = (len(self.layers), self.group, *like.shape[2:])
         return torch.empty(shape, dtype=self.dtype, device=like.device)
+
+    @cached_property
+    def numbers(self) -> tuple[Tensor, ...]:
+        """The number of each layer where kernels read it, aligned as they ask: int64 (2,), twice."""
+        with torch.inference_mode(False):
+            count = torch.arange(len(self.layers), device=self.layers[0].device)
+            return count[:, None].repeat(1, 2).unbind()
 
     def take(self, layer: int, groups: Tensor) -> list[Tensor]:
         """Copies the parts of some groups."""
@@ -257,12 +265,13 @@ class Writer:
                 tail, first = Tail(end % page_size // size, pools.room()), 0
             self.left.append(Left(base + span - 1, row[end // page_size], tail, first, end % size))
 
-    def write(self, layer: int, values: Tensor, turn: Turn | None = None) -> None:
-        """Codes the new tokens of a layer, (total, num_kv_heads, channels), turned by their positions."""
+    def write(self, layer: int, values: Tensor, turn: Turn | None = None, known: bool = False) -> None:
+        """Codes the new tokens of a layer, (total, num_kv_heads, channels), turned by their positions;
+        `known`: they are like others, which were readable."""
         pools, size = self.pools, self.pools.group
         if not len(values):
             return
-        groups = self._groups_for(values)
+        groups = (known and self._in_place) or self._groups_for(values)
         if groups is not None:
             self._write_in_place(groups, layer, values, turn)
             return

@@ -107,7 +107,6 @@ class OnDevice:
 
     def __init__(self, pools: CodePools, slots: Tensor) -> None:
         self.pools, self.slots, self.layers = pools, slots, set[int]()
-        self._writes: Any = None  # that of the layer before
 
     def write(self, layer: int, values: Tensor, turn: Turn | None) -> None:
         """Quantises the new tokens of a layer, (total, num_kv_heads, channels), turned on their way."""
@@ -118,10 +117,10 @@ class OnDevice:
 
     def _code(self, layer: int, values: Tensor, turn: Turn | None, *places: Tensor) -> None:
         factors = None if turn is None else turn.factors(values)
-        cache, writes = self.pools.layers[layer], self._writes
-        if writes is None or not writes.serves(values, factors):
-            groups = None if self.pools.group == 1 else len(places[0])
-            writes = self._writes = codec.one_pass("cuda").Writes(values, cache, factors, groups)
+        pools, groups = self.pools, None if self.pools.group == 1 else len(places[0])
+        cache, writes = pools.layers[layer], pools.writes  # those of the layer before
+        if writes is None or not writes.serves(values, factors, groups):
+            writes = pools.writes = codec.one_pass("cuda").Writes(values, cache, factors, groups)
         writes(values, cache, factors, *places)
 
 
@@ -130,31 +129,26 @@ class GroupsOnDevice(OnDevice, Groups):
 
     def __init__(self, *groups: Any) -> None:
         Groups.__init__(self, *groups)
-        self._writes = None
 
     @cached_property
-    def _places(self) -> list[tuple[Tensor, Tensor]]:
+    def _table(self) -> Tensor:
         return self._made(self.live)
 
-    def _made(self, live: Any, at: Any = slice(None)) -> list[tuple[Tensor, Tensor]]:
-        """For each layer what the quantiser takes: groups, and their tails, whose addresses begin aligned."""
-        size = next((x[0].nbytes for x in self.buffers.values()), 0)
-        tails = self.tails[at] + np.arange(len(self.pools.layers))[:, None] * size * (self.tails[at] != 0)
-        tails = np.pad(tails, ((0, 0), (0, tails.shape[1] % 2)))
-        groups = np.stack([x[at] for x in (self.rows, live, self.first, self.groups)], 1)
-        both = torch.from_numpy(np.concatenate((groups.ravel(), tails.ravel())))
-        both = moved(both, self.pools.layers[0].device)
-        first = both[: groups.size].view(-1, 4)
-        return [(first, x) for x in both[groups.size :].view(tails.shape).unbind()]
+    def _made(self, live: Any, at: Any = slice(None)) -> Tensor:
+        """The groups as the quantiser takes them."""
+        columns = self.rows, live, self.first, self.groups, self.tails, self.tails
+        table = np.stack([x[at] for x in columns], 1)
+        return moved(torch.from_numpy(table), self.pools.layers[0].device)
 
     def write(self, layer: int, values: Tensor, turn: Turn | None) -> None:
         self.layers.add(layer)
-        self._code(layer, values, turn, *self._places[layer])
+        self._code(layer, values, turn, self._table, self.pools.numbers[layer])
 
     def rollback(self) -> None:
-        self._writes, places = None, self._made(self.first, self.known)
+        table = self._made(self.first, self.known)
         for layer in self.layers if self.known else ():
-            self._code(layer, self.buffers[self.known[0]][layer], None, *places[layer])  # none of it is new
+            values = self.buffers[self.known[0]][layer]  # none of it is new
+            self._code(layer, values, None, table, self.pools.numbers[layer])
 
 
 class InPlace(Groups):

@@ -24,6 +24,7 @@ from polyflash.kvcache.layout import (
 from polyflash.kvcache.occupancy import CacheStats, occupancy, survivors
 from polyflash.kvcache.pages import Pages
 from polyflash.kvcache.shared_prefix import Tables
+from polyflash.likeness import Likeness
 from polyflash.quant.tensor import KV, QuantizedTensor, dequantize
 from polyflash.storages import empty_of_keys
 
@@ -89,6 +90,7 @@ class Storage:
         self.dtype, self.device = k[0].dtype, k[0].device
         self._like = (self.dtype, self.device, k[0].shape, v[0].shape)
         self._last: tuple[tuple[Request, ...], int, Tables] | None = None
+        self.writes = Likeness()  # of new tokens
 
     def __repr__(self) -> str:
         """Sizes and numbers, no keys."""

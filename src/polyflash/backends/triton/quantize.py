@@ -42,10 +42,10 @@ class Tensors(NamedTuple):
     mean: View | None
     lens: Any
     at: Any = None  # the slot of each token in pages, which codes and tables are then; -1: none
-    # int64 (groups, 4), of a scheme by channel: the row of x that is its first new token, live tokens, those
-    # of them from before, its slot in pages
+    # int64 (groups, 6), of a scheme by channel: the row of x that is its first new token, live tokens, those
+    # of them from before, its slot in pages, the address of its values (layers, TOKENS, heads, D) or 0, more
     groups: Any = None
-    tails: Any = None  # int64: for each of them the address of its values (TOKENS, heads, D), or 0
+    layer: Any = None  # int64: of those values
     cos: Any = None  # float32 (tokens, half), and so is sin: rotary positions
     sin: Any = None
     end: Any = None  # see `runtime.compile`
@@ -183,12 +183,13 @@ def rows_of(p, o_t, m_t, t, n, c):
 @triton.jit
 def group_of(i_g, i_h, o_n, t, n, c):
     """The values of a group, its live tokens, and its slot; keeps the new ones beside those from before."""
-    p_g, o_d = t.groups + i_g * 4, tl.arange(0, c.WIDE)
-    first, tail = tl.load(p_g + 2), tl.load(t.tails + i_g)
+    p_g, o_d = t.groups + i_g * 6, tl.arange(0, c.WIDE)
+    first, tail = tl.load(p_g + 2), tl.load(p_g + 4)
     m_live, m_d = o_n < tl.load(p_g + 1), (o_d < c.D)[None, :]
     m_new, m_old = m_live & (o_n >= first), m_live & (o_n < first)
     b_x = rows_of(t.x.p + i_h * t.x.h, tl.load(p_g) + o_n - first, m_new, t, n, c)
-    p = tail.to(t.x.p.dtype) + (o_n * n.num_heads + i_h)[:, None] * c.D + o_d[None, :]
+    o_t = (tl.load(t.layer) * c.TOKENS + o_n) * n.num_heads + i_h
+    p = tail.to(t.x.p.dtype) + o_t[:, None] * c.D + o_d[None, :]
     tl.store(p, b_x.to(t.x.p.dtype.element_ty), mask=(m_new & (tail != 0))[:, None] & m_d)
     b_old = tl.load(p, mask=m_old[:, None] & m_d, other=0.0).to(tl.float32)
     return tl.where(m_old[:, None], b_old, b_x), m_live, tl.load(p_g + 3)
@@ -353,28 +354,25 @@ class Writes:
         half, slots = 0 if cos is None else cos.shape[1], cache.codes.shape[2]
         blocks, page_size = (-(-total // c.TOKENS), slots) if groups is None else (1, slots // c.TOKENS)
         self._c, self._n = c._replace(NEIGHBOURS=neighbours), Numbers(heads, total, blocks, page_size, half)
-        self._batch, self._stride, self._form = (
-            1 if groups is None else groups,
-            x.stride(),
-            (half, neighbours),
-        )
+        self._batch, self._form = 1 if groups is None else groups, (half, neighbours)
+        self._kind = *x.shape, *x.stride(), x.dtype, groups
         tables = [y if y is None else y.stride() for y in (cache.scale, cache.shift)]
         place = x.device.index, cache.codes.shape, cache.codes.stride(), *tables
-        self._key = self._c, self._n, x.dtype, self._batch, self._stride, *place
+        self._key = self._c, self._n, *self._kind, *place
 
-    def serves(self, x: Tensor, factors: Factors | None) -> bool:
-        """Is this what writes such values of another layer, too?"""
+    def serves(self, x: Tensor, factors: Factors | None, groups: int | None) -> bool:
+        """Does this write such values to other layers of the same pages, too?"""
         form = (0, False) if factors is None else (factors[0].shape[1], factors[2])
-        return x.stride() == self._stride and form == self._form
+        return (*x.shape, *x.stride(), x.dtype, groups) == self._kind and form == self._form
 
     def __call__(self, x: Tensor, cache: QuantizedTensor, factors: Factors | None, *places: Tensor) -> None:
-        """Codes x, turned by `factors` as in `write`, in slots, or in `Tensors.groups` and `tails`."""
+        """Codes x, turned by `factors` as in `write`, in slots, or in `Tensors.groups` of a `layer`."""
         cos, sin, _ = factors if self._n.half else (None, None, False)  # type: ignore[misc]
         given = x, cache.codes, cache.scale, cache.shift, cos, sin, *places
 
         def make() -> tuple[()]:
             codes, scale, shift = map(view_of, given[1:4])
-            at: Any = dict(zip(("at",) if len(places) == 1 else ("groups", "tails"), places, strict=True))
+            at: Any = dict(zip(("at",) if len(places) == 1 else ("groups", "layer"), places, strict=True))
             t = Tensors(_tokens_of(x), codes, scale, shift, None, None, cos=cos, sin=sin, **at)
             _launch(encode_block, t, self._n, self._c, self._batch)
             return ()
