@@ -336,6 +336,8 @@ class Storage:
             SpecError: no such layer, or a pool has another dtype, device or shape by now."""
         checked_count("layer", layer, 0, self.num_layers - 1)
         k, v = self.k_pages[layer], self.v_pages[layer]
+        if self.codes:  # are the cache's own
+            return k, v
         if (k.dtype, k.device, k.shape, v.shape) != self._like or v.dtype is not k.dtype:
             wanted = f"{self.dtype} {tuple(self._like[2])} and {tuple(self._like[3])} on {self.device}"
             change = "Make a new cache instead."
