@@ -151,6 +151,45 @@ def test_few_bytes_are_good_enough():
         assert (out - want).norm() <= bound * want.norm(), name
 
 
+@pytest.mark.parametrize(
+    "name, heads, dims, dims_v, isa",
+    (
+        *(("int8", 2, 128, 128, isa) for isa in ("avx512", "avx2")),
+        *(("int4", 8, 64, 256, isa) for isa in ("avx512", "avx2")),
+        ("int8-affine", 4, 72, 100, "avx512"),
+        ("int8-blocks", 16, 256, 32, "avx512"),
+        ("int4-token", 4, 80, 48, "avx2"),
+    ),
+)
+def test_float32_is_as_exact_as_over_values(name, heads, dims, dims_v, isa):
+    """What a step of 32767 leaves of q and of the weights is multiplied too; sums of values that cancel."""
+    k, v = coded(name, 1, 2, 700, dims, dims_v=dims_v)
+    v.scale[:, :, ::3] *= -1
+    for sharp in (1, 6):
+        q = randn(1, heads, 1, dims) * sharp
+        level_a(decode(q, k, v, isa=isa), q, k, v, f"{name} {heads} {dims} x{sharp}")
+        few = decode(q, k, v, isa=isa, kv_lens=ints(1))
+        level_a(few, q, k, v, f"{name} one key", kv_lens=ints(1))
+    assert "16 bits, twice" in str(polyflash.explain(q, k, v))
+
+
+def test_float32_of_every_size():
+    """From a part of a step to infinity, and none at all."""
+    k, v = coded("int8", 1, 2, 300, 128)
+    q = randn(1, 2, 1, 128)
+    for size in (0.0, 1e-36, 1e-30, 1e-3, 1e4):
+        level_a(decode(q * size, k, v), q * size, k, v, f"q x {size}")
+    for size in (0.0, 1e-26, 1e30):
+        w = replace(v, scale=v.scale * size)
+        level_a(decode(q, k, w), q, k, w, f"v x {size}")
+    spread = q * torch.logspace(-6, 1, 128)
+    level_a(decode(spread, k, v), spread, k, v, "spread")
+    for bad in (math.inf, math.nan):
+        q[0, 0, 0, 3] = bad
+        out, _ = decode(q, k, v)
+        assert out[0, 0].isnan().all() and out[0, 1].isfinite().all()
+
+
 @pytest.mark.parametrize("name", ("int8", "int4"))
 def test_float16(name):
     k, v = coded(name, 1, 2, 700, 128)
@@ -305,7 +344,6 @@ def test_public_calls_say_that_codes_are_read_in_the_walk():
 @pytest.mark.parametrize(
     "change, words",
     (
-        ({"dtype": "float32"}, "16 bits"),
         ({"seqlen_q": 9}, "up to 8 rows"),
         ({"head_dim": 320}, "up to 256"),
         ({"codes": "int8/1x0,-"}, "both"),

@@ -26,7 +26,7 @@ def walk(key: CodesKey, stage: Any, list_rows: Any) -> Any:
     K_SCALE, K_SHIFT, V_SCALE, V_SHIFT = DECODE.k_scale, DECODE.k_shift, DECODE.v_scale, DECODE.v_shift
     ROWS, KEYS, STEP, VECTOR = key.rows, key.lanes // key.rows, configs.STEP, key.lanes * 4
     LANES, MINUS_INF, ONE = key.lanes, 0xFF800000, 0x3F800000
-    BYTES, JOINED = key.bytes, key.joined
+    BYTES, JOINED, SPLIT = key.bytes, key.joined, key.split
     KEY_SCALES = key.k.scale.channels == 0
     K_TOKENS, V_TOKENS = key.k.scale.tokens, key.v.scale.tokens
     SHIFT_TOKENS = 0 if key.k.shift is None else key.k.shift.tokens
@@ -132,6 +132,10 @@ def walk(key: CodesKey, stage: Any, list_rows: Any) -> Any:
                 stage.accumulate_codes(own_v, tile.p, o, block, sums, count, later_v)
                 if BYTES and others != 0:
                     stage.weigh_others(tile.addresses, tile.p, sums, vectors)
+                    stage.fill(block, 1, ONE)
+                    stage.accumulate_codes(own_v, tile.p, o, block, sums, count, own_v)
+                if SPLIT:
+                    stage.weigh_rest(tile.addresses, tile.p, sums, vectors)
                     stage.fill(block, 1, ONE)
                     stage.accumulate_codes(own_v, tile.p, o, block, sums, count, own_v)
                 ready = 2 - slot

@@ -21,7 +21,7 @@ from llvmlite import ir
 
 from polyflash.backends.cpu.address_lists import PREFETCH_LEVEL
 from polyflash.backends.cpu.configs import STEP
-from polyflash.backends.cpu.decode_codes_integers import ROUNDED, Integers
+from polyflash.backends.cpu.decode_codes_integers import PARTS, ROUNDED, Integers
 from polyflash.backends.cpu.decode_units import sums_of_lanes
 from polyflash.backends.cpu.intrinsics import stage
 from polyflash.backends.cpu.simd import F32, I32, I64, Emitter, Value
@@ -72,7 +72,7 @@ class CodesTile(Integers):
                 row = e.pointer(e.load(p_values, 8 * n, I64))
                 self._ask(e, row, self.key.v, self.key.head_dim_v)
             made = sums_of(e, p_rows, p_later, planes)
-            made = [score(x, e.at(p_scales, j * self.keys * 4)) for j, x in enumerate(made)]
+            made = [score(*x, e.at(p_scales, j * self.keys * 4)) for j, x in enumerate(made)]
             ids = [b.add(at, e.ints(j * self.keys)) for j in range(together)]
 
             def masked(x: list[Value]) -> list[Value]:
@@ -92,42 +92,61 @@ class CodesTile(Integers):
         start = [e.pointer(k_rows), e.pointer(s), e.load(p_top), first, *places]
         e.store(e.loop(b.udiv(groups, I64(together)), start, group)[2], p_top)
 
-    def _score(self, e: Emitter, tile: Value) -> Callable[[Value, Value], Value]:
+    def _score(self, e: Emitter, tile: Value) -> Callable[..., Value]:
         """Make what gives scores of the integers of a vector and of the scales of its keys."""
         b, key = e.b, self.key
         unit, shift = (e.load(tile, key.query_stats + i * e.bytes) for i in range(2))
-        more = e.load(tile, key.query_stats + 2 * e.bytes, e.vi)
+        more = [e.load(tile, key.query_stats + i * e.bytes, e.vi) for i in range(2, 3 + key.split)]
 
-        def score(sums: Value, p_scales: Value) -> Value:
-            x, factor = b.sitofp(b.sub(sums, more), e.vf), unit
+        def score(*sums_and_scales: Value) -> Value:
+            *sums, p_scales = sums_and_scales
+            x, *rest = (b.sitofp(b.sub(y, z), e.vf) for y, z in zip(sums, more, strict=True))
+            x, factor = e.fma(rest[0], e.floats(1 / PARTS), x) if rest else x, unit
             if key.k.scale.channels == 0:
                 factor = b.fmul(unit, self._of_keys(e, p_scales))
             return b.fmul(x, factor) if key.k.shift is None else e.fma(x, factor, shift)
 
         return score
 
-    def _sums_by_key(self, e: Emitter) -> Callable[..., list[Value]]:
-        """Make what gives the integers of a vector of scores, key by key."""
-        p_sums = e.b.alloca(e.vi, size=self.lanes) if self.rows == 1 else None
+    def _sums_by_key(self, e: Emitter) -> Callable[..., list[list[Value]]]:
+        """Make what gives the integers of a vector of scores, key by key: by steps of Q, and by parts."""
+        sets = 1 + self.key.split
+        p_sums = e.b.alloca(e.vi, size=self.lanes * sets) if self.rows == 1 else None
 
-        def sums_of(e: Emitter, p_rows: Value, p_later: Value, planes: Value) -> list[Value]:
+        def sums_of(e: Emitter, p_rows: Value, p_later: Value, planes: Value) -> list[list[Value]]:
             sums: list[Value] = []
             if self.rows == 1:
-                places = (p_rows, 8), (p_later, 8), (p_sums, e.bytes)
+                places = (p_rows, 8), (p_later, 8), (p_sums, sets * e.bytes)
                 with e.walk(self.keys, *places, rolled=True) as (*listed, p_sum):
                     row, next_row = (e.pointer(e.load(x, 0, I64)) for x in listed)
                     self._ask(e, next_row, self.key.k, self.key.head_dim)
-                    e.store(self._products(e, row, planes)[0], p_sum)
-                sums = [e.load(p_sums, n * e.bytes, e.vi) for n in range(self.lanes)]
+                    for i, x in enumerate(self._products(e, row, planes)):
+                        e.store(x, p_sum, i * e.bytes)
+                sums = [e.load(p_sums, n * e.bytes, e.vi) for n in range(self.lanes * sets)]
             for j in range(self.keys if self.rows > 1 else 0):
                 row, next_row = (e.pointer(e.load(p, 8 * j, I64)) for p in (p_rows, p_later))
                 self._ask(e, next_row, self.key.k, self.key.head_dim)
                 sums += self._products(e, row, planes)
-            return [sums_of_lanes(e, sums)]
+            return [[sums_of_lanes(e, self._of_set(sums, i)) for i in range(sets)]]
 
         return sums_of
 
-    def _sums_by_fours(self, e: Emitter, p_rows: Value, p_later: Value, planes: Value) -> list[Value]:
+    def _of_set(self, sums: list[Value], i: int) -> list[Value]:
+        """Those of `_products` of some keys, by whole steps of Q or by parts."""
+        each = self.rows * (1 + self.key.split)
+        return [x for n, x in enumerate(sums) if n % each // self.rows == i]
+
+    def _sums_by_fours(
+        self, e: Emitter, p_rows: Value, p_later: Value, planes: Value
+    ) -> list[tuple[Value, ...]]:
+        """`_of_fours` by whole steps of Q, and by parts."""
+        sets = [
+            self._of_fours(e, p_rows, p_later, e.at(planes, i * self.key.finer))
+            for i in range(1 + self.key.split)
+        ]
+        return [*zip(*sets, strict=True)]
+
+    def _of_fours(self, e: Emitter, p_rows: Value, p_later: Value, planes: Value) -> list[Value]:
         """The integers of the scores of four keys. The 32-bit columns of every 128 bits of theirs are
         transposed, so that a lane sums products of one key: only lanes of a key 128 bits apart are left to
         be added, of each row once for the four."""
@@ -182,16 +201,17 @@ class CodesTile(Integers):
         return e.shuffle(x, x, [lane // self.rows * groups + group for lane in range(self.lanes)])
 
     def _products(self, e: Emitter, row: Value, planes: Value) -> list[Value]:
-        """A vector of partial sums of one key for every row of Q."""
-        codes, step = self.key.k, self._step(self.key.k)
-        sums: list[Value] = [e.ints(0)] * self.rows
+        """A vector of partial sums of one key for every row of Q; then those by parts of a step."""
+        codes, step, sets = self.key.k, self._step(self.key.k), range(1 + self.key.split)
+        sums: list[Value] = [e.ints(0)] * (self.rows * len(sets))
         for u in self._units_of(codes, self.key.head_dim):
             x = self._words(e, row, codes, self.key.head_dim, u)
             for n in range(step):
                 part = self._part(e, x, codes, n)
-                for r in range(self.rows):
-                    at = (u * step + n) * self.rows + r
-                    sums[r] = self._dot(e, sums[r], part, e.load(planes, at * e.bytes, self.words))
+                for i, r in product(sets, range(self.rows)):
+                    at = ((u * step + n) * self.rows + r) * e.bytes + i * self.key.finer
+                    own = i * self.rows + r
+                    sums[own] = self._dot(e, sums[own], part, e.load(planes, at, self.words))
         return sums
 
     # weights
@@ -221,8 +241,8 @@ class CodesTile(Integers):
         """Weights of V's codes: of every group of channels, those of the keys times their scales, as pairs of
         integers [two keys][row][group]; and at `sums` vectors of their steps, of what is added to all
         channels, and of what the middles of codes add to sums."""
-        b, groups, live = e.b, self.key.value_groups, self.key.live_groups
-        step, shifted, middles = 4 * self.keys * live, self.key.v.shift is not None, self.value_middles
+        b, live = e.b, self.key.live_groups
+        step, shifted = 4 * self.keys * live, self.key.v.shift is not None
         zeros = [e.ints(0)] * live
 
         def scaled(i: Value, x: list[Value]) -> list[Value]:
@@ -243,20 +263,43 @@ class CodesTile(Integers):
         start = [e.pointer(x) for x in (weights, floats, scales, shifts)]
         out = e.loop(vectors, [*start, *zeros, *[e.floats(0)] * live], scaled)[4:]
         known = [self._steps(e, self._across_keys(e, top, e.smax), self.most_weight) for top in out[:live]]
+        added = [self._across_keys(e, x, b.fadd) for x in out[live:]]
+        self._in_integers(e, (floats, pairs, sums, vectors), known, added, self.key.split)
+
+    @stage
+    def weigh_rest(self, e: Emitter, floats, pairs, sums, vectors) -> None:
+        """`weigh_codes` of what it left of weights, in parts of its steps; what is added counts no more."""
+        known = []
+        for g in range(self.key.live_groups):
+            unit = e.load(e.pointer(sums), g * self.key.value_stats * e.bytes)
+            known.append((e.b.fmul(unit, e.floats(1 / PARTS)), e.b.fdiv(e.floats(PARTS), unit)))
+        none = [e.floats(0)] * len(known)
+        self._in_integers(e, (floats, pairs, sums, vectors), known, none, False)
+
+    def _in_integers(
+        self, e: Emitter, places: Any, known: list[tuple[Value, Value]], added: list[Value], keep: bool
+    ) -> None:
+        """Weights as integers of steps, by them and their inverses, and what sums need; `keep`: what is left
+        of weights takes their places."""
+        (floats, pairs, sums, vectors), b = places, e.b
+        groups, live = self.key.value_groups, self.key.live_groups
         known += known[-1:] * (groups - live)
 
         def rounded(i: Value, x: list[Value]) -> list[Value]:
-            floats = (e.load(x[0], g * e.bytes) for g in range(live))
-            whole = [self._rounded(e, y, by) for y, (_, by) in zip(floats, known, strict=False)]
+            values = [e.load(x[0], g * e.bytes) for g in range(live)]
+            whole = [self._rounded(e, y, by) for y, (_, by) in zip(values, known, strict=False)]
+            if keep:
+                for g, (y, n) in enumerate(zip(values, whole, strict=True)):
+                    e.store(self._left(e, y, n, known[g][0]), x[0], g * e.bytes)
             counts = [b.add(n, b.sub(y, e.ints(ROUNDED))) for n, y in zip(x[2:], whole, strict=True)]
             e.store(self._in_words(e, whole + whole[-1:] * (groups - live)), x[1])
             return [e.at(x[0], live * e.bytes), e.at(x[1], groups * e.bytes // self.key.joined), *counts]
 
-        counts = e.loop(vectors, [e.pointer(floats), e.pointer(pairs), *zeros], rounded)[2:]
+        counts = e.loop(vectors, [e.pointer(floats), e.pointer(pairs), *[e.ints(0)] * live], rounded)[2:]
         for g in range(live):
             count = self._across_keys(e, counts[g], b.add)
-            added = [b.mul(count, e.ints(middle)) for middle in middles]
-            for i, x in enumerate((known[g][0], self._across_keys(e, out[live + g], b.fadd), *added)):
+            middles = [b.mul(count, e.ints(middle)) for middle in self.value_middles]
+            for i, x in enumerate((known[g][0], added[g], *middles)):
                 e.store(x, e.pointer(sums), (g * self.key.value_stats + i) * e.bytes)
 
     def _in_words(self, e: Emitter, x: list[Value]) -> Value:

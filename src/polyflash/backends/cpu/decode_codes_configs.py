@@ -18,7 +18,8 @@ from polyflash.target import Target
 
 READ = ("int8", "int4")  # codes that become 16-bit integers in registers
 MOST_CHANNELS = 256
-STATS = 3  # vectors behind the planes of Q: scale, sum of shifts, and what the middle of codes adds, of a row
+STATS = 4  # vectors behind the planes of Q: scale, sum of shifts, what the middle of codes adds, of a row; by
+# whole steps, then by parts of one
 BLOCK_CHANNELS = 32  # of V that share a scale, unless all do: whole 128-bit lanes
 
 
@@ -77,8 +78,19 @@ class CodesKey(DecodeKey):
         return self.rows * self.query_row
 
     @property
+    def split(self) -> bool:
+        """Whether q and weights are two integers each, steps of a scale and parts of one, so that products of
+        codes with float32 are as exact as its own."""
+        return self.storage == "float32" and not self.bytes
+
+    @property
+    def finer(self) -> int:
+        """Bytes of the planes of Q, behind which are those of parts of a step."""
+        return self.rows * self.query_row // self.joined * (4 if self.by_fours else 1)
+
+    @property
     def query_stats(self) -> int:
-        return self.planes + self.rows * self.query_row // self.joined * (4 if self.by_fours else 1)
+        return self.planes + self.finer * (2 if self.split else 1)
 
     @property
     def by_fours(self) -> bool:
@@ -136,6 +148,8 @@ def note(config: DecodeConfig, spec: AttentionSpec) -> str:
     """Words of a plan about the products of codes."""
     key = key_for(config, spec, spec.group * spec.seqlen_q)
     how = "16 bits: q or the weights are rounded to 32767ths of their largest"
+    if key.split:
+        how = "16 bits, twice: what is left of q and of the weights is rounded to parts of a 32767th"
     if key.bytes:
         how = "bytes: q, a scale per row, and the weights, one per row and block, are rounded to 8 bits"
     elif "*int8" in spec.codes:
@@ -181,8 +195,6 @@ def refuses(spec: AttentionSpec, target: Target) -> str:
         return f"codes: up to {DECODE_ROWS} rows of a kv head, asked for {rows}"
     if max(spec.head_dim, spec.head_dim_v) > MOST_CHANNELS:
         return f"codes: head_dim up to {MOST_CHANNELS}"
-    if spec.dtype == "float32":
-        return "codes: q in 16 bits, whose rounding is more than that of 16-bit products"
     return _why_not_keys(k, spec.page_size) or _why_not_values(v)
 
 

@@ -17,6 +17,7 @@ from polyflash.quant.scheme import KINDS, Codes, per_word
 MOST = 32767.0  # in steps of a scale
 MIDDLES = {"int8": (128, 0), "int4": (8,)}  # of parts by turns: the integer that stands for 0
 ROUNDED = 0x4B400000  # the bits of 1.5·2²³, beyond which a float32 counts in ones
+PARTS = 65000.0  # of a step: half of one is less than 2^15 of them
 LEAST = 1e-34  # of a largest value, below which all are 0: the inverse of its scale is finite
 
 
@@ -107,14 +108,19 @@ class Integers(DecodeTile):
         What is not a number becomes any."""
         return e.b.bitcast(e.fma(x, inverse, e.floats(1.5 * 2**23)), e.vi)
 
+    def _left(self, e: Emitter, x: Value, whole: Value, unit: Value) -> Value:
+        """The rest of x behind whole steps, as `_rounded` gives them."""
+        steps = e.b.fsub(e.floats(1.5 * 2**23), e.b.bitcast(whole, e.vf))
+        return e.fma(steps, unit, x)
+
     @stage
     def load_query(self, e: Emitter, src: Value, channels: Value, dst: Value, sign: Value) -> None:
         """One row as float32, zeros up to a whole unit; `sign` flips the bits of a negative scale."""
         b, flip, n = e.b, e.splat(e.b.trunc(sign, I32)), self.lanes
-        row, place = e.pointer(src), e.pointer(dst)
+        row, place, kind = e.pointer(src), e.pointer(dst), e.vf if self.size == 4 else e.vh
         for first in range(0, self.key.query_row // 4, n):
             there = ir.Constant(e.vbits, [first + m < self.key.head_dim for m in range(n)])
-            x = e.widen(e.load(row, first * self.size, e.vh, there), self.key.storage)
+            x = e.widen(e.load(row, first * self.size, kind, there), self.key.storage)
             e.store(b.bitcast(b.xor(b.bitcast(x, e.vi), flip), e.vf), place, first * 4)
 
     @stage
@@ -146,19 +152,25 @@ class Integers(DecodeTile):
                     totals[r] = e.fma(value(r, first, None), added, totals[r])
         plain = key.k.scale.channels == 0 and not key.bytes
         unit, inverse = self._steps(e, self._of_rows(e, tops, e.smax), self.most, power=plain)
-        sums, per = [e.ints(0)] * self.rows, 2 * per_word(key.k)
-        steps = [e.shuffle(inverse, inverse, [r] * self.lanes) for r in rows]
+        sums, finer, per = [e.ints(0)] * self.rows, [e.ints(0)] * self.rows, 2 * per_word(key.k)
+        units, steps = ([e.shuffle(x, x, [r] * self.lanes) for r in rows] for x in (unit, inverse))
         for u in range(0, len(channels), per):
             for r in rows:
-                whole = []
+                whole, rest = [], []
                 for first in channels[u : u + per]:
-                    factor = entries(scale, first) if scaled else None
-                    whole.append(self._rounded(e, value(r, first, factor), steps[r]))
+                    x = value(r, first, entries(scale, first) if scaled else None)
+                    whole.append(self._rounded(e, x, steps[r]))
+                    if key.split:
+                        left = self._left(e, x, whole[-1], units[r])
+                        rest.append(self._rounded(e, left, b.fmul(steps[r], e.floats(PARTS))))
                 parts = self._store_planes(e, e.at(tile, key.planes), u // per, r, whole)
                 sums[r] = self._counted(e, sums[r], whole, parts)
+                if key.split:
+                    parts = self._store_planes(e, e.at(tile, key.planes + key.finer), u // per, r, rest)
+                    finer[r] = self._counted(e, finer[r], rest, parts)
         middle = ir.Constant(e.vi, [self.middles[m % len(self.middles)] for m in range(self.lanes)])
-        more = self._of_rows(e, [b.mul(x, middle) for x in sums], b.add)
-        for i, x in enumerate((unit, self._of_rows(e, totals, b.fadd), more)):
+        more = [self._of_rows(e, [b.mul(x, middle) for x in y], b.add) for y in (sums, finer)]
+        for i, x in enumerate((unit, self._of_rows(e, totals, b.fadd), *more[: 1 + key.split])):
             e.store(x, tile, key.query_stats + i * e.bytes)
 
     def _of_rows(self, e: Emitter, x: list[Value], combine: Any) -> Value:
