@@ -66,7 +66,7 @@ class Rope:
         return self.turned(x, *self.factors(x, positions))
 
     def turned(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x turned by its `factors`."""
+        """x (tokens, heads, head_dim) turned by its `factors`, rounded once to its dtype."""
         cos, sin = cos[:, None], sin[:, None]
         width = 2 * cos.shape[-1]
         turned, rest = x[..., :width].to(cos.dtype), x[..., width:]
