@@ -123,6 +123,15 @@ def test_products_of_bytes_are_their_emulation(name, heads, kv_heads, rows, dims
 
 
 @NEEDS_VNNI
+def test_float32_is_not_rounded_to_bytes():
+    k, v = coded("int4*", 1, 2, 333, 128)
+    q = randn(1, 8, 1, 128)
+    got = decode(q, k, v, split=128)
+    level_a(got, q, *(replace(x, scheme=replace(x.scheme, compute="float")) for x in (k, v)), "int4*")
+    assert "16 bits, twice" in str(polyflash.explain(q, k, v))
+
+
+@NEEDS_VNNI
 @pytest.mark.parametrize("mutant", ("signs", "middle", "shift", "runs"))
 def test_the_emulation_is_not_vacuous(mutant):
     k, v = coded("int4*", 1, 2, 333, 128)

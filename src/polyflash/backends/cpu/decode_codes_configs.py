@@ -81,7 +81,7 @@ class CodesKey(DecodeKey):
     def split(self) -> bool:
         """Whether q and weights are two integers each, steps of a scale and parts of one, so that products of
         codes with float32 are as exact as its own."""
-        return self.storage == "float32" and not self.bytes
+        return self.storage == "float32"
 
     @property
     def finer(self) -> int:
@@ -139,7 +139,8 @@ def key_for(config: DecodeConfig, spec: AttentionSpec, rows: int) -> CodesKey:
     held = min(max(1, rows), MOST_ROWS[config.isa], ISAS[config.isa].lanes // 2)  # a vector has two keys
     rows = 1 << (held - 1).bit_length()
     codes = spec.codes
-    if config.compute != "int8dot" or rows == 1:  # which waits for memory: bytes gained nothing
+    # One row waits for memory: bytes gained nothing. float32 stays as exact as it is.
+    if config.compute != "int8dot" or rows == 1 or spec.dtype == "float32":
         codes = text_of(*(x and x._replace(compute="float") for x in codes_of(codes)))
     return CodesKey(config.isa, "f32", spec.dtype, rows, spec.head_dim, spec.head_dim_v, codes)
 
@@ -150,7 +151,7 @@ def note(config: DecodeConfig, spec: AttentionSpec) -> str:
     how = "16 bits: q or the weights are rounded to 32767ths of their largest"
     if key.split:
         how = "16 bits, twice: what is left of q and of the weights is rounded to parts of a 32767th"
-    if key.bytes:
+    elif key.bytes:
         how = "bytes: q, a scale per row, and the weights, one per row and block, are rounded to 8 bits"
     elif "*int8" in spec.codes:
         why = "bytes need avx512_vnni, and to be asked for by k and v"
