@@ -7,10 +7,15 @@ from typing import Any
 import pytest
 import torch
 
+from polyflash import env
 from polyflash.backends.triton import quantize
 from polyflash.kvcache import code_pools, code_writes
 from polyflash.storages import is_readable
 from tests.kvcache import test_codes
+
+pytestmark = pytest.mark.skipif(
+    not env.TRITON_INTERPRET.is_set(), reason="kernels run on CPU tensors in the interpreter alone"
+)
 
 
 @pytest.fixture
