@@ -26,7 +26,7 @@ def walk(key: CodesKey, stage: Any, list_rows: Any) -> Any:
     K_SCALE, K_SHIFT, V_SCALE, V_SHIFT = DECODE.k_scale, DECODE.k_shift, DECODE.v_scale, DECODE.v_shift
     ROWS, KEYS, STEP, VECTOR = key.rows, key.lanes // key.rows, configs.STEP, key.lanes * 4
     LANES, MINUS_INF, ONE = key.lanes, 0xFF800000, 0x3F800000
-    BYTES, JOINED, SPLIT = key.bytes, key.joined, key.split
+    BYTES, JOINED, TWICE = key.bytes, key.joined, key.bytes or key.split
     KEY_SCALES = key.k.scale.channels == 0
     K_TOKENS, V_TOKENS = key.k.scale.tokens, key.v.scale.tokens
     SHIFT_TOKENS = 0 if key.k.shift is None else key.k.shift.tokens
@@ -130,12 +130,8 @@ def walk(key: CodesKey, stage: Any, list_rows: Any) -> Any:
                 o, sums, count = stats + 2 * VECTOR, block + 2 * VECTOR, (end - begin) // JOINED
                 later_v += vectors * 8 if BYTES else 0
                 stage.accumulate_codes(own_v, tile.p, o, block, sums, count, later_v)
-                if BYTES and others != 0:
+                if TWICE and others != 0:
                     stage.weigh_others(tile.addresses, tile.p, sums, vectors)
-                    stage.fill(block, 1, ONE)
-                    stage.accumulate_codes(own_v, tile.p, o, block, sums, count, own_v)
-                if SPLIT:
-                    stage.weigh_rest(tile.addresses, tile.p, sums, vectors)
                     stage.fill(block, 1, ONE)
                     stage.accumulate_codes(own_v, tile.p, o, block, sums, count, own_v)
                 ready = 2 - slot
@@ -147,8 +143,9 @@ def walk(key: CodesKey, stage: Any, list_rows: Any) -> Any:
 
 def _weighing(key: CodesKey, stage: Any, copy_scales: Any) -> Any:
     """A device function of 10 arguments that makes the scores of a block weights of its codes; it returns
-    whether weights as bytes leave some of the other sign. Bytes prefetch rows of V that are read `later`."""
-    VECTOR, BYTES = key.lanes * 4, key.bytes
+    whether it leaves others: of the other sign, if weights are bytes, or parts of steps. Bytes prefetch rows
+    of V that are read `later`."""
+    VECTOR, BYTES, SPLIT = key.lanes * 4, key.bytes, int(key.split)
 
     @device
     def weigh_block(tile, block, first, last, begin, vectors, i_h, stats, later, ahead):
@@ -160,7 +157,7 @@ def _weighing(key: CodesKey, stage: Any, copy_scales: Any) -> Any:
             return stage.weigh_scores(s, held, p, sums, vectors, scales, shifts, block, stats, scale, later)
         stage.online_softmax(s, vectors, block, stats, scale)
         stage.weigh_codes(s, held, p, sums, vectors, scales, scales + size)
-        return 0
+        return SPLIT
 
     return weigh_block
 

@@ -267,7 +267,7 @@ class CodesTile(Integers):
         self._in_integers(e, (floats, pairs, sums, vectors), known, added, self.key.split)
 
     @stage
-    def weigh_rest(self, e: Emitter, floats, pairs, sums, vectors) -> None:
+    def weigh_others(self, e: Emitter, floats, pairs, sums, vectors) -> None:
         """`weigh_codes` of what it left of weights, in parts of its steps; what is added counts no more."""
         known = []
         for g in range(self.key.live_groups):
