@@ -121,7 +121,7 @@ class Arguments(NamedTuple):
     # [0, seqlen_k].
     row_bounds: Tensor | None = None  # int32 (seqlen_q, 2)
     # k or v, or both, are codes: `Codes` of quant/scheme.py, of K and of V, as text. Scales and shifts are
-    # float32 (batch or pages of k or v, num_kv_heads, blocks of tokens, blocks of channels).
+    # (batch or pages of k or v, num_kv_heads, blocks of tokens, blocks of channels) in the dtype it names.
     codes: str = ""
     k_scale: Tensor | None = None
     k_shift: Tensor | None = None

@@ -17,7 +17,7 @@ from polyflash.errors import SpecError, spec_error
 from polyflash.mask import FAR_SIDE, checked_window, is_strided
 from polyflash.operands import BATCH, HEADS, KEYS, OPERANDS, ROWS, SCORES, TENSORS, Operand
 from polyflash.quant.scheme import KINDS, codes_of
-from polyflash.quant.tensor import check_table
+from polyflash.quant import tensor as quantized
 from polyflash.spec import Arguments
 
 if TYPE_CHECKING:
@@ -232,12 +232,10 @@ def _check_int32(
 
 
 def check_tables(k: Tensor, v: Tensor, args: Arguments) -> None:
-    """Scales and shifts of codes: float32, one entry for each block of them."""
-    for name, like, codes in zip("kv", (k, v), codes_of(args.codes), strict=True):
-        for table in ("scale", "shift"):
-            block = None if codes is None else getattr(codes, table)
-            given, packed = getattr(args, f"{name}_{table}"), 1 if codes is None else codes.packed
-            check_table(f"{name}_{table}", given, block, like, packed)
+    """Scales and shifts of codes: one entry for each block of them."""
+    k_form, v_form = codes_of(args.codes)
+    quantized.check_tables("k_", args.k_scale, args.k_shift, k_form, k)
+    quantized.check_tables("v_", args.v_scale, args.v_shift, v_form, v)
 
 
 def has_contents(args: Arguments) -> bool:

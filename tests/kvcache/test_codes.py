@@ -438,7 +438,7 @@ def test_bytes_are_those_that_are_held() -> None:
     for name, size in told.items():
         assert KVCache(4, 64, 1, 128, quant=name).bytes_per_token == int(size)
     assert KVCache(4, 64, 8, 128, quant="int8").bytes_per_token == 2 * 8 * (128 + 4)
-    assert KVCache(4, 64, 8, 128, quant="int4").bytes_per_token == 8 * (64 + 128 * 8 / 64 + 64 + 4 * 8)
+    assert KVCache(4, 64, 8, 128, quant="int4").bytes_per_token == 8 * (64 + 128 * 4 / 64 + 64 + 4 * 4)
     assert KVCache(4, 64, 8, 128, dtype=torch.bfloat16).bytes_per_token == 2 * 8 * 128 * 2
     cache, tokens = coded("int4"), Tokens(LAYERS)
     append(cache, dict(zip(cache.add(3), (tokens.make(n) for n in (5, 8, 1)), strict=True)))

@@ -27,6 +27,7 @@ from polyflash.kvcache.code_writes import (
     written_at_once,
 )
 from polyflash.kvcache.layout import ints, moved, read_slots, slots_of, write_slots
+from polyflash.quant.codec import table_dtype
 from polyflash.quant.scheme import KINDS, NAMED, Scheme
 from polyflash.quant.tensor import QuantizedTensor, dequantize, quantize
 from polyflash.storages import empty_of_keys
@@ -45,8 +46,8 @@ class Tail(NamedTuple):
 class CodePools:
     """K or V of every layer. Groups are addressed by slots of their own: page · groups of a page + group.
 
-    Parts of n groups are their codes, uint8 (n, group size, num_kv_heads, bytes), scales and maybe shifts,
-    float32 (n, num_kv_heads, blocks of channels)."""
+    Parts of n groups are their codes, uint8 (n, group size, num_kv_heads, bytes), scales and maybe shifts
+    (n, num_kv_heads, blocks of channels)."""
 
     def __init__(
         self, name: str, scheme: Scheme, shape: Sequence[int], dtype: torch.dtype | None, device: Any
@@ -62,7 +63,7 @@ class CodePools:
         codes = empty_of_keys((layers, pages, *rows, width // form.packed), torch.uint8, device)
         codes = codes.transpose(2, 3) if by_head else codes
         sizes = [(layers, pages, heads, *x.counts(page_size, width)) for x in (form.scale, form.shift) if x]
-        tables = [empty_of_keys(size, torch.float32, device) for size in sizes]
+        tables = [empty_of_keys(size, table_dtype(form), device) for size in sizes]
         # by layer, (num_pages, tokens or groups of a page, num_kv_heads, width) each
         self.stores = [(codes[n], *(x[n].transpose(1, 2) for x in tables)) for n in range(layers)]
         views = [(c.view(self._storage).transpose(1, 2), *x) for c, *x in zip(codes, *tables, strict=True)]

@@ -162,7 +162,7 @@ class InPlace(Groups):
         codes, table = pools.stores[0][:2]
         self._token = next((x.stride(1) * x.element_size() for x in self.buffers.values()), 0)
         page, place = divmod(self.groups, codes.shape[1] // pools.group)
-        at_table = 4 * (page * table.stride(0) + place * table.stride(1))
+        at_table = table.element_size() * (page * table.stride(0) + place * table.stride(1))
         of_codes = page * codes.stride(0) + place * pools.group * codes.stride(1)
         kept = np.zeros_like(live)
         kept[known] = self.first[known]
@@ -200,7 +200,7 @@ class InPlace(Groups):
         pools, kernels = self.pools, codec.one_pass("cpu")
         codes, scale, *_ = pools.stores[0]
         sizes = codes.shape[2], pools.group, pools.layers[0].shape[3]
-        places = codes.stride(2), codes.stride(1), 4 * scale.stride(2), 4 * scale.stride(1)
+        places = *codes.stride()[2:0:-1], *(scale.element_size() * s for s in scale.stride()[2:0:-1])
         strides = kernels.Strides(head, token, *places)
         return kernels.prepared(self.kernel, pools.scheme, table, sizes, strides, 0, *angles)
 

@@ -17,7 +17,7 @@ from polyflash.quant.tensor import KV, QuantizedTensor
 
 class Rows(NamedTuple):
     """How to read a token's bytes: `codes` has a scale per token, `stored` bytes of codes, then `scales` and
-    `shifts` float32 numbers. `kind` is the dtype of `width` values."""
+    `shifts` in the dtype of tables. `kind` is the dtype of `width` values."""
 
     codes: Codes
     stored: int
@@ -29,7 +29,7 @@ class Rows(NamedTuple):
     @property
     def bytes(self) -> int:
         """Bytes of a token of one head."""
-        return self.stored + 4 * (self.scales + self.shifts)
+        return self.stored + codec.table_dtype(self.codes).itemsize * (self.scales + self.shifts)
 
 
 def as_rows(x: KV, kind: torch.dtype) -> tuple[Tensor, Rows | None]:
@@ -59,9 +59,9 @@ def values_of(x: Tensor, rows: Rows | None) -> Tensor:
     """The values of rows as they travelled, (batch, heads, seqlen, head_dim)."""
     if rows is None:
         return x
-    code, scale, shift = (
-        part.contiguous() for part in x.split([rows.stored, 4 * rows.scales, 4 * rows.shifts], 3)
-    )
+    kind = codec.table_dtype(rows.codes)
+    sizes = rows.stored, kind.itemsize * rows.scales, kind.itemsize * rows.shifts
+    code, scale, shift = (part.contiguous() for part in x.split(sizes, 3))
     code = code.view(getattr(torch, KINDS[rows.codes.dtype].storage))
-    shifts = shift.view(torch.float32) if rows.shifts else None
-    return codec.decode(code, scale.view(torch.float32), shifts, rows.codes, rows.kind)
+    shifts = shift.view(kind) if rows.shifts else None
+    return codec.decode(code, scale.view(kind), shifts, rows.codes, rows.kind)

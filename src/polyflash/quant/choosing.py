@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ from polyflash.quant.scheme import NAMED, Scheme
 from polyflash.quant.tensor import dequantize, quantize
 
 Pair = tuple[Scheme, Scheme]
-_TURNED = Scheme(dtype="int4", granularity="channel", tokens=64, symmetric=False, rotation="hadamard")
+_TURNED = replace(NAMED["int4"][0], rotation="hadamard")
 # What `report` shows: the named pairs, and the best for K that has wide channels.
 REPORTED: dict[str, Pair] = {
     **NAMED,

@@ -7,10 +7,20 @@
     nf4          scale = max|x|                         code = the nearest of 16 values, of two the lower
     mxfp4        scale = 2^(⌊log₂ max|x|⌋ - 2), normal  code = the nearest of 15 values, ties to even codes
 
+With tables of bfloat16 a scale is rounded up to it before codes are made, and that of an affine scheme is no
+less than what keeps all values within half a step of a code by the shift that is stored:
+
+    affine       scale as above, up              shift = min + (max - min) / 2 + scale / 2, to nearest
+                 or, if greater, (shift - min) / (⌈levels / 2⌉ + 1/2) or (max - shift) / (⌊levels / 2⌋ + 1/2), up
+                 y = (x - shift) / scale + 1/2   code = round(|y| - 1/2), of y < 0 its complement
+
+Borders between codes then often are values of 16 bits: rounded alike on both sides of the middle of the range,
+as above, errors have no mean that a sum over many keys would keep.
+
 The ends of an affine range lie an eighth of a step beyond the outermost codes: no error grows beyond half a
 step, and steps are smaller. All arithmetic is float32, divisions are divisions, rounding is to nearest even.
 A block of zeros, or of one value, has scale 0 and loses nothing. What is not finite makes its block NaN, and
-so does an affine range that is no float32.
+so does an affine range, or a scale, that its tables do not hold.
 
 Sources: Liu et al., KIVI (2024): K per channel, V per token; Zhang et al., SageAttention (2024): smoothing;
 Ashkboos et al., QuaRot (2024): rotation."""
@@ -26,7 +36,8 @@ import torch
 from torch import Tensor
 
 from polyflash.errors import spec_error
-from polyflash.quant.scheme import KINDS, SMOOTHED_TOKENS, TABLES, Block, Codes, Scheme
+from polyflash.quant.scheme import KINDS, SMOOTHED_TOKENS, TABLES, Block, Codes, Scheme, codes_of, text_of
+from polyflash.spec import CODE_TABLES, Arguments
 
 # The same in one pass, by device type.
 _KERNELS = {"cuda": "polyflash.backends.triton.quantize", "cpu": "polyflash.backends.cpu.quantize"}
@@ -38,10 +49,11 @@ _INF = float("inf")
 def encode(x: Tensor, scheme: Scheme, lens: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
     """Codes, scale and shift of x (batch, heads, seqlen, head_dim), float.
 
-    Codes have x's shape, those of 4 bits half its head_dim; scale and shift are float32 (batch, heads,
-    blocks of tokens, blocks of channels). `lens` (batch,) are the live tokens: what lies beyond enters no
+    Codes have x's shape, those of 4 bits half its head_dim; scale and shift are (batch, heads, blocks of
+    tokens, blocks of channels) in the dtype of the scheme's tables, means float32. `lens` (batch,) are the live tokens: what lies beyond enters no
     scale and no mean, and gets code 0 of int8 or its like."""
-    kind, codes = KINDS[scheme.dtype], scheme.codes
+    kind, codes, tables = KINDS[scheme.dtype], scheme.codes, table_dtype(scheme.codes)
+    narrow = tables is not torch.float32
     x = x.detach()
     if x.shape[3] % codes.packed:
         change = "Codes of 4 bits lie in pairs of channels: pad to an even head_dim, or use 8 bits."
@@ -70,9 +82,19 @@ def encode(x: Tensor, scheme: Scheme, lens: Tensor | None = None) -> tuple[Tenso
         middle = (kind.levels + 1) // 2
         scale = _divided(hi - lo, kind.levels + 0.25)
         shift = lo + middle * scale + scale / 8
-        steps = (x - spread(lo, codes.scale, x.shape)) / spread(scale, codes.scale, x.shape) - 0.125
-        code = torch.nan_to_num(steps).round().clamp(0, kind.levels) - middle
-        return _stored(code, scheme.dtype, dead), scale, shift
+        if narrow:
+            shift = (lo + (hi - lo) / 2 + _rounded_up(scale) / 2).bfloat16().float()
+            for least in (_divided(shift - lo, middle + 0.5), _divided(hi - shift, middle - 0.5)):
+                scale = torch.where(least > scale, least, scale)
+            scale = _rounded_up(scale)
+            steps = (x - spread(shift, codes.scale, x.shape)) / spread(scale, codes.scale, x.shape)
+            y = torch.nan_to_num(steps) + 0.5
+            size = (y.abs() - 0.5).round().clamp(0, middle - 1)
+            code = torch.where(y < 0, -1 - size, size)
+        else:
+            steps = (x - spread(lo, codes.scale, x.shape)) / spread(scale, codes.scale, x.shape) - 0.125
+            code = torch.nan_to_num(steps).round().clamp(0, kind.levels) - middle
+        return _stored(code, scheme.dtype, dead), scale.to(tables), shift.to(tables)
     lo, hi = _extremes(x, codes.scale, dead)
     most = torch.maximum(hi, -lo)
     if scheme.granularity == "tensor":
@@ -82,8 +104,20 @@ def encode(x: Tensor, scheme: Scheme, lens: Tensor | None = None) -> tuple[Tenso
         scale = torch.where(most.isnan(), most, power / 4)
     else:
         scale = _divided(most, kind.most)
+    scale = _rounded_up(scale) if narrow else scale
     units = torch.nan_to_num(x / spread(scale, codes.scale, x.shape))
-    return _stored(units, scheme.dtype, dead), scale, mean
+    return _stored(units, scheme.dtype, dead), scale.to(tables), mean
+
+
+def table_dtype(codes: Codes) -> torch.dtype:
+    """Of scales and zero points."""
+    return getattr(torch, codes.tables)  # type: ignore[no-any-return]
+
+
+def _rounded_up(x: Tensor) -> Tensor:
+    """What is positive, as the least bfloat16 that is no less."""
+    bits = x.contiguous().view(torch.int32)
+    return torch.where(x.isnan(), x, ((bits + 0xFFFF) & -0x10000).view(torch.float32))
 
 
 def _divided(x: Tensor, number: float) -> Tensor:
@@ -110,7 +144,7 @@ def decode(
     for b, h in product(range(0, batch, entries), range(0, heads, step)):
         part = slice(b, b + entries), slice(h, h + step)
         if codes.dtype == "int8" and shift is None and wide is not dtype:  # in one pass, rounded once too
-            torch.mul(code[part], spread(scale[part], codes.scale, code.shape), out=out[part])
+            torch.mul(code[part], spread(scale[part].to(wide), codes.scale, code.shape), out=out[part])
             continue
         values = _values(code[part], codes.dtype, wide)
         values = values * spread(scale[part].to(wide), codes.scale, values.shape)
@@ -205,6 +239,15 @@ def _table(dtype: str, wide: torch.dtype, device: torch.device) -> Tensor:
     """Kept, as a graph that is captured copies nothing from the host."""
     with torch.inference_mode(False):
         return torch.tensor(TABLES[dtype], dtype=wide, device=device)
+
+
+def with_wide_tables(args: Arguments) -> Arguments:
+    """The arguments of a call whose kernel reads tables of float32 alone."""
+    if "bfloat16" not in args.codes:
+        return args
+    k, v = (x and x._replace(tables="float32") for x in codes_of(args.codes))
+    tables = {name: x if (x := getattr(args, name)) is None else x.float() for name in CODE_TABLES}
+    return args._replace(codes=text_of(k, v), **tables)
 
 
 def rotate(x: Tensor) -> Tensor:

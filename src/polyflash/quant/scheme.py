@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from polyflash.errors import described, spec_error
 
@@ -47,6 +47,7 @@ GRANULARITIES = ("tensor", "head", "token", "channel", "block")
 SMOOTHINGS = ("none", "mean", "block_mean")
 ROTATIONS = ("none", "hadamard")
 COMPUTES = ("float", "int8", "fp8")
+TABLE_BITS = {"float32": 32, "bfloat16": 16}  # of scales and shifts
 MULTIPLIED = {"int8": ("int8", "int4"), "fp8": ("fp8_e4m3",)}  # codes, by the compute of their products
 MX_CHANNELS = 32
 _ALL = 0  # of a block's sizes: every token, every channel
@@ -73,6 +74,7 @@ class Codes(NamedTuple):
     scale: Block
     shift: Block | None = None
     compute: str = "float"
+    tables: str = "float32"
 
     @property
     def packed(self) -> int:
@@ -82,7 +84,8 @@ class Codes(NamedTuple):
     def __str__(self) -> str:
         shift = "" if self.shift is None else f"+{self.shift.tokens}x{self.shift.channels}"
         compute = "" if self.compute == "float" else f"*{self.compute}"
-        return f"{self.dtype}/{self.scale.tokens}x{self.scale.channels}{shift}{compute}"
+        tables = "" if self.tables == "float32" else f":{self.tables}"
+        return f"{self.dtype}/{self.scale.tokens}x{self.scale.channels}{shift}{compute}{tables}"
 
 
 def per_word(codes: Codes) -> int:
@@ -111,11 +114,12 @@ def text_of(k: Codes | None, v: Codes | None) -> str:
 
 
 def _parsed(text: str) -> Codes:
+    text, _, tables = text.partition(":")
     text, _, compute = text.partition("*")
     dtype, _, blocks = text.partition("/")
-    KINDS[dtype]
+    KINDS[dtype], TABLE_BITS[tables or "float32"]
     scale, *shift = (Block(*map(int, part.split("x"))) for part in blocks.split("+"))
-    return Codes(dtype, scale, shift[0] if shift else None, compute or "float")
+    return Codes(dtype, scale, shift[0] if shift else None, compute or "float", tables or "float32")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,6 +143,9 @@ class Scheme:
         compute: "float": the products are those of the decoded values. "int8" (int8, int4), "fp8" (fp8_e4m3):
             a kernel may multiply codes, with q and the weights, or q alone, in that dtype for it: faster, at
             an error of theirs.
+        tables: dtype of scales and shifts, "float32" or "bfloat16". In bfloat16 a scale is rounded up, by
+            less than 0.8 %, and codes are those of what is stored: a zero point that is no bfloat16 widens
+            its range by what the rounding moves it. Not with smoothing.
 
     Raises:
         SpecError: an unknown word, or a combination without a meaning."""
@@ -151,11 +158,12 @@ class Scheme:
     smoothing: str = "none"
     rotation: str = "none"
     compute: str = "float"
+    tables: str = "float32"
     codes: Codes = field(init=False, repr=False, compare=False)  # their form, as kernels read them
 
     def __post_init__(self) -> None:
         words = {"dtype": KINDS, "granularity": GRANULARITIES, "smoothing": SMOOTHINGS, "rotation": ROTATIONS}
-        words["compute"] = COMPUTES
+        words |= {"compute": COMPUTES, "tables": TABLE_BITS}
         for name, allowed in words.items():
             if getattr(self, name) not in allowed:
                 got, change = described(getattr(self, name)), "See the docstring of Scheme."
@@ -176,6 +184,9 @@ class Scheme:
             if self.smoothing != "none":
                 change = "A zero point already moves the range to the values."
                 raise spec_error("Scheme.smoothing", f"{self.smoothing!r}, asymmetric", "'none'", change)
+        if self.smoothing != "none" and self.tables != "float32":
+            change = "A mean is exact in float32 alone."
+            raise spec_error("Scheme.tables", f"{self.tables} with smoothing", "'float32'", change)
         if self.compute != "float" and self.dtype not in MULTIPLIED[self.compute]:
             change = "Products of codes are of int8 and int4, or of fp8_e4m3."
             raise spec_error("Scheme.compute", f"{self.compute!r} with {self.dtype}", "'float'", change)
@@ -195,7 +206,8 @@ class Scheme:
         }
         scale = blocks[self.granularity]
         means = {"none": None, "mean": Block(_ALL, 1), "block_mean": Block(SMOOTHED_TOKENS, 1)}
-        return Codes(self.dtype, scale, means[self.smoothing] if self.symmetric else scale, self.compute)
+        shift = means[self.smoothing] if self.symmetric else scale
+        return Codes(self.dtype, scale, shift, self.compute, self.tables)
 
     @property
     def rotated_in_pass(self) -> bool:
@@ -206,28 +218,22 @@ class Scheme:
         """Bits of storage per element of a head of these sizes: codes, scales and shifts."""
         codes, size = self.codes, tokens * channels
         tables = [x.counts(tokens, channels) for x in (codes.scale, codes.shift) if x is not None]
-        return KINDS[self.dtype].bits + 32 * sum(a * b for a, b in tables) / max(1, size)
+        return KINDS[self.dtype].bits + TABLE_BITS[self.tables] * sum(a * b for a, b in tables) / max(1, size)
 
 
 SMOOTHED_TOKENS = 64
 
 # Schemes by name, for K and for V: what caches and the command line offer.
+_KEYS: dict[str, Any] = {"granularity": "channel", "tokens": 64, "tables": "bfloat16"}
+_VALUES: dict[str, Any] = {"granularity": "token", "channels": 32, "tables": "bfloat16"}
+_STEPS: dict[str, Any] = {"dtype": "int4", "symmetric": False}
 NAMED = {
     "int8": (Scheme(), Scheme()),
     "int8-smooth": (Scheme(smoothing="mean"), Scheme()),
     "int8-channel": (Scheme(granularity="channel", tokens=64), Scheme()),
-    "int4": (
-        Scheme(dtype="int4", granularity="channel", tokens=64, symmetric=False),
-        Scheme(dtype="int4", granularity="token", channels=32, symmetric=False),
-    ),
-    "int4-token": (
-        Scheme(dtype="int4", granularity="channel", tokens=64, symmetric=False),
-        Scheme(dtype="int4", symmetric=False),
-    ),
+    "int4": (Scheme(**_STEPS, **_KEYS), Scheme(**_STEPS, **_VALUES)),
+    "int4-token": (Scheme(**_STEPS, **_KEYS), Scheme(**_STEPS, tables="bfloat16")),
     "fp8": (Scheme(dtype="fp8_e4m3"), Scheme(dtype="fp8_e4m3")),
-    "nf4": (
-        Scheme(dtype="nf4", granularity="channel", tokens=64),
-        Scheme(dtype="nf4", granularity="token", channels=32),
-    ),
-    "mxfp4": (Scheme(dtype="mxfp4", channels=MX_CHANNELS), Scheme(dtype="mxfp4", channels=MX_CHANNELS)),
+    "nf4": (Scheme(dtype="nf4", **_KEYS), Scheme(dtype="nf4", **_VALUES)),
+    "mxfp4": (Scheme(dtype="mxfp4", **_VALUES), Scheme(dtype="mxfp4", **_VALUES)),
 }

@@ -31,7 +31,8 @@ class QuantizedTensor:
     Args:
         codes: (batch or pages, heads, seqlen, head_dim), whatever the layout: a view is enough. int8,
             float8_e4m3fn or float8_e5m2; codes of 4 bits uint8, half as wide.
-        scale: float32 (batch or pages, heads, blocks of tokens, blocks of channels), 1 where all share one.
+        scale: (batch or pages, heads, blocks of tokens, blocks of channels), 1 where all share one, in the
+            dtype of the scheme's tables.
         shift: likewise, -zero·scale of an asymmetric scheme, the mean of a smoothed one; else None.
         scheme: what the codes mean.
         dtype: of the values; calls decode into that of q.
@@ -54,8 +55,7 @@ class QuantizedTensor:
             change = "Fnuz floats, unpacked nibbles and unsigned bytes are other codes: convert them first."
             wanted = f"{stored} with 4 dimensions for {self.scheme.dtype}"
             raise spec_error("codes", described(self.codes), wanted, change)
-        check_table("scale", self.scale, self.form.scale, self.codes, self.form.packed)
-        check_table("shift", self.shift, self.form.shift, self.codes, self.form.packed)
+        check_tables("", self.scale, self.shift, self.form, self.codes)
 
     @property
     def shape(self) -> torch.Size:
@@ -114,20 +114,22 @@ class QuantizedTensor:
         return f"QuantizedTensor({s.dtype} per {s.granularity}, {tuple(self.shape)}, {size} on {self.device})"
 
 
-def check_table(name: str, table: Any, block: Block | None, codes: Tensor, packed: int) -> None:
-    """Refuses a scale or a shift without one float32 for each block of codes, or one that nobody reads."""
-    if (table is None) is not (block is None):
-        wanted = "None" if block is None else "a table"
-        change = "A QuantizedTensor has those of its scheme; a zero point is a shift of -zero·scale."
-        raise spec_error(name, described(table), wanted, change)
-    if table is None or block is None:
-        return
-    batch, heads, tokens, width = codes.shape
-    shape = (batch, heads, *block.counts(tokens, width * packed))
-    if (tuple(table.shape), table.dtype, table.device) != (shape, torch.float32, codes.device):
-        got = f"{tuple(table.shape)} {table.dtype} on {table.device}"
-        wanted = f"{shape} torch.float32 on {codes.device}"
-        raise spec_error(name, got, wanted, "It has an entry for each block of the codes.")
+def check_tables(of: str, scale: Any, shift: Any, form: Codes | None, codes: Tensor) -> None:
+    """Refuses scales or shifts without one entry for each block of codes, or that nobody reads."""
+    for name, table in (("scale", scale), ("shift", shift)):
+        block = getattr(form, name, None)
+        if (table is None) is not (block is None):
+            wanted = "None" if block is None else "a table"
+            change = "A QuantizedTensor has those of its scheme; a zero point is a shift of -zero·scale."
+            raise spec_error(of + name, described(table), wanted, change)
+        if table is None or block is None or form is None:
+            continue
+        batch, heads, tokens, width = codes.shape
+        shape, dtype = (batch, heads, *block.counts(tokens, width * form.packed)), codec.table_dtype(form)
+        if (tuple(table.shape), table.dtype, table.device) != (shape, dtype, codes.device):
+            got = f"{tuple(table.shape)} {table.dtype} on {table.device}"
+            wanted = f"{shape} {dtype} on {codes.device}"
+            raise spec_error(of + name, got, wanted, "It has an entry for each block of the codes.")
 
 
 KV = Tensor | QuantizedTensor  # k or v of the public functions

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 from polyflash.backends.cpu import configs
@@ -10,7 +11,7 @@ from polyflash.backends.cpu.backward_configs import BackwardKey, BiasGradientKey
 from polyflash.backends.cpu.configs import BUCKETS, ISAS, STORAGE_BYTES, DropoutKey, KernelKey, ScoreKey
 from polyflash.backends.cpu.quantize_configs import QuantizeKey, RotateKey
 from polyflash.backends.cpu.statistics_configs import StatisticsKey
-from polyflash.quant.scheme import KINDS
+from polyflash.quant.scheme import KINDS, TABLE_BITS
 from polyflash.target import Target
 
 
@@ -48,5 +49,5 @@ def quantize(target: Target) -> Iterator[QuantizeKey | RotateKey]:
         for dtype, kind in KINDS.items():
             for affine in (False, True) if kind.levels else (False,):
                 for by_channel in (False, True) if dtype != "mxfp4" else (False,):
-                    for rotated in (False, True):
-                        yield QuantizeKey(target.arch, storage, dtype, affine, by_channel, rotated)
+                    for rotated, tables in product((False, True), TABLE_BITS):
+                        yield QuantizeKey(target.arch, storage, dtype, affine, by_channel, rotated, tables)

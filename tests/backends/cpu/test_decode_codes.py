@@ -259,7 +259,8 @@ def test_pages_splits_and_heads_change_no_bit(monkeypatch, heads, name):
 
 
 def _by_page(entries, table):
-    pool = torch.full((int(table.max()) + 1, entries.shape[1], 1, entries.shape[3]), math.nan)
+    shape = int(table.max()) + 1, entries.shape[1], 1, entries.shape[3]
+    pool = torch.full(shape, math.nan, dtype=entries.dtype)
     for b in range(table.shape[0]):
         pool[table[b].long(), :, 0] = entries[b].transpose(0, 1)[: table.shape[1]]
     return pool

@@ -18,6 +18,9 @@ from tests import device
 SCHEMES = {
     **{f"{name}-{side}": s for name, pair in NAMED.items() for side, s in zip("kv", pair, strict=True)},
     "int8-affine": Scheme(symmetric=False),
+    "int8-narrow": Scheme(tables="bfloat16"),
+    "int8-affine-narrow": Scheme(symmetric=False, tables="bfloat16"),
+    "int4-wide": replace(NAMED["int4"][1], tables="float32"),
     "int4-symmetric": Scheme(dtype="int4"),
     "e5m2-groups": Scheme(dtype="fp8_e5m2", granularity="channel", tokens=48),
     "int8-groups-affine": Scheme(granularity="channel", tokens=16, symmetric=False),
@@ -34,8 +37,9 @@ def same(found: Tensor | None, wanted: Tensor | None) -> bool:
     if found is None or wanted is None:
         return found is wanted
     wanted = wanted.contiguous()
-    if found.dtype is torch.float32:
-        return torch.equal(torch.nan_to_num(found, 7e7).cpu(), torch.nan_to_num(wanted, 7e7).cpu())
+    if found.dtype in (torch.float32, torch.bfloat16):
+        a, b = (torch.nan_to_num(x.float(), 7e7).cpu() for x in (found, wanted))
+        return found.dtype is wanted.dtype and torch.equal(a, b)
     return torch.equal(found.contiguous().view(torch.uint8).cpu(), wanted.view(torch.uint8).cpu())
 
 

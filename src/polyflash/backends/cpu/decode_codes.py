@@ -14,6 +14,7 @@ from polyflash.backends.cpu.decode_codes_configs import CodesKey
 from polyflash.backends.cpu.intrinsics import greatest, least, load_i32, quotient, word
 from polyflash.backends.cpu.structs import Blocks
 from polyflash.backends.cpu.words import DECODE, K_BATCH, V_BATCH
+from polyflash.quant.scheme import Codes
 
 device = Blocks(DECODE).device
 
@@ -34,7 +35,8 @@ def walk(key: CodesKey, stage: Any, list_rows: Any) -> Any:
     RUN, LENT, FOLDED = key.run, key.lent, CHANNEL_SCALES or SHIFTED
     WIDTH = key.live_groups  # of V, scales of a key
 
-    entry_at, copy_entries = _tables(stage)
+    entry_at = _entries()
+    copy_keys, copy_values = (_copying(stage, entry_at, codes) for codes in (key.k, key.v))
 
     @device
     def list_both(tile, k, v, place, first, last):
@@ -65,9 +67,8 @@ def walk(key: CodesKey, stage: Any, list_rows: Any) -> Any:
         elif args.page_table != 0:
             run = args.page_size
         if KEY_SCALES:
-            copy_entries(
-                tile, K_SCALE, K_TOKENS, tile.stage + (first - begin) * 4, first, last, i_h, 1, ahead
-            )
+            at = tile.stage + (first - begin) * 4
+            copy_keys(tile, K_SCALE, K_TOKENS, at, first, last, i_h, 1, ahead)
         while j < last:
             end = least(last, (quotient(j, run) + 1) * run) if run < BEYOND else last
             if FOLDED:
@@ -85,9 +86,9 @@ def walk(key: CodesKey, stage: Any, list_rows: Any) -> Any:
         """Copies V's scales and shifts of a block; returns where its first are, and bytes between both."""
         scales, size = tile.stage + tile.args.block_n * 4, tile.args.block_n * WIDTH * 4
         at = scales + (first - begin) * WIDTH * 4
-        copy_entries(tile, V_SCALE, V_TOKENS, at, first, last, i_h, WIDTH, ahead)
+        copy_values(tile, V_SCALE, V_TOKENS, at, first, last, i_h, WIDTH, ahead)
         if V_SHIFTED:
-            copy_entries(tile, V_SHIFT, V_TOKENS, at + size, first, last, i_h, WIDTH, ahead)
+            copy_values(tile, V_SHIFT, V_TOKENS, at + size, first, last, i_h, WIDTH, ahead)
         return scales, size
 
     weigh_block = _weighing(key, stage, copy_scales)
@@ -162,8 +163,8 @@ def _weighing(key: CodesKey, stage: Any, copy_scales: Any) -> Any:
     return weigh_block
 
 
-def _tables(stage: Any) -> tuple[Any, Any]:
-    """Two device functions of 5 and 9 arguments, over tables of scales or shifts."""
+def _entries() -> Any:
+    """A device function of 5 arguments, over tables of scales or shifts."""
 
     @device
     def entry_at(tile, table, tokens, j, i_h):
@@ -182,9 +183,16 @@ def _tables(stage: Any) -> tuple[Any, Any]:
             j -= i_page * args.page_size
         return at if tokens == 0 else at + j // tokens * word(args, table + 3)
 
+    return entry_at
+
+
+def _copying(stage: Any, entry_at: Any, codes: Codes) -> Any:
+    """A device function of 9 arguments, over the tables of such codes."""
+    copied = stage.copy_entries if codes.tables == "float32" else stage.widen_entries
+
     @device
     def copy_entries(tile, table, tokens, dst, first, last, i_h, width, ahead):
-        """`width` floats of each of the keys [first, last)."""
+        """`width` entries of each of the keys [first, last), as float32."""
         args, j = tile.args, first
         while j < last:
             end = last
@@ -195,7 +203,7 @@ def _tables(stage: Any) -> tuple[Any, Any]:
             if tokens == 0 or src == tile.zero:
                 step = 0
             later = entry_at(tile, table, tokens, least(j + ahead, tile.item.live - 1), i_h)
-            stage.copy_entries(src, step, end - j, dst + (j - first) * width * 4, width, later)
+            copied(src, step, end - j, dst + (j - first) * width * 4, width, later)
             j = end
 
-    return entry_at, copy_entries
+    return copy_entries

@@ -219,22 +219,31 @@ class CodesTile(Integers):
     def copy_entries(self, e: Emitter, src, step, count, dst, width, later) -> None:
         """`width` floats of each of `count` keys, `step` bytes apart, one behind the other; as many `later`
         ones are prefetched."""
-        b, bytes_each = e.b, e.b.mul(width, I64(4))
-        touch = b.icmp_signed("==", step, bytes_each)
+        self._copy_entries(e, (src, step, count, dst, width, later), "float32")
+
+    @stage
+    def widen_entries(self, e: Emitter, src, step, count, dst, width, later) -> None:
+        """`copy_entries` of bfloat16, as floats."""
+        self._copy_entries(e, (src, step, count, dst, width, later), "bfloat16")
+
+    def _copy_entries(self, e: Emitter, places: Any, storage: str) -> None:
+        (src, step, count, dst, width, later), b = places, e.b
+        kind, size = (e.vf, 4) if storage == "float32" else (e.vh, 2)
+        touch = b.icmp_signed("==", step, b.mul(width, I64(size)))
 
         def floats(p: list[Value], inside: Value | None) -> list[Value]:
             e.prefetch(p[2], PREFETCH_LEVEL)
-            e.store(e.load(p[0], inside=inside), p[1], inside=inside)
-            return [e.at(x, e.bytes) for x in p]
+            e.store(e.widen(e.load(p[0], 0, kind, inside), storage), p[1], inside=inside)
+            return [e.at(x, n * self.lanes) for x, n in zip(p, (size, 4, size), strict=True)]
 
         together = b.select(touch, b.mul(count, width), I64(0))
         e.each_vector(together, self.lanes, [e.pointer(x) for x in (src, dst, later)], floats)
         apart = b.select(touch, I64(0), count)
         with (
-            e.walk(apart, (src, step), (dst, bytes_each)) as (p, place),
-            e.walk(width, (p, 4), (place, 4)) as (entry, to),
+            e.walk(apart, (src, step), (dst, b.mul(width, I64(4)))) as (p, place),
+            e.walk(width, (p, size), (place, 4)) as (entry, to),
         ):
-            e.store(e.load(entry, 0, F32), to)
+            e.store(e.widen(e.load(entry, 0, kind.element), storage), to)
 
     @stage
     def weigh_codes(self, e: Emitter, weights, floats, pairs, sums, vectors, scales, shifts) -> None:

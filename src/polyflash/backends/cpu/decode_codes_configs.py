@@ -139,8 +139,7 @@ def key_for(config: DecodeConfig, spec: AttentionSpec, rows: int) -> CodesKey:
     held = min(max(1, rows), MOST_ROWS[config.isa], ISAS[config.isa].lanes // 2)  # a vector has two keys
     rows = 1 << (held - 1).bit_length()
     codes = spec.codes
-    # One row waits for memory: bytes gained nothing. float32 stays as exact as it is.
-    if config.compute != "int8dot" or rows == 1 or spec.dtype == "float32":
+    if config.compute != "int8dot" or rows == 1:  # which waits for memory: bytes gained nothing
         codes = text_of(*(x and x._replace(compute="float") for x in codes_of(codes)))
     return CodesKey(config.isa, "f32", spec.dtype, rows, spec.head_dim, spec.head_dim_v, codes)
 

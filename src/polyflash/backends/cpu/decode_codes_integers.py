@@ -130,13 +130,14 @@ class Integers(DecodeTile):
         b, key, rows, source = e.b, self.key, range(self.rows), e.pointer(floats)
         tile, channels = e.pointer(q), range(0, key.query_row // 4, self.lanes)
         scaled, moved = key.k.scale.channels > 0, key.k.shift is not None
+        table_bytes, table_kind = (4, e.vf) if key.k.tables == "float32" else (2, e.vh)
         for table in [later_scale] * scaled + [later_shift] * moved:
-            for first in channels[:: max(1, LINE // e.bytes)]:
-                e.prefetch(e.at(e.pointer(table), first * 4), PREFETCH_LEVEL)
+            for first in channels[:: max(1, LINE // (self.lanes * table_bytes))]:
+                e.prefetch(e.at(e.pointer(table), first * table_bytes), PREFETCH_LEVEL)
 
         def entries(table: Value, first: int) -> Value:
             there = ir.Constant(e.vbits, [first + m < key.head_dim for m in range(self.lanes)])
-            return e.load(e.pointer(table), first * 4, inside=there)
+            return e.widen(e.load(e.pointer(table), first * table_bytes, table_kind, there), key.k.tables)
 
         def value(r: int, first: int, factor: Value | None) -> Value:
             x = e.load(source, r * key.query_row + first * 4)

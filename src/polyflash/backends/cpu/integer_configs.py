@@ -24,6 +24,8 @@ def refuses(spec: AttentionSpec, target: Target) -> str:
     k, v = codes_of(spec.codes)
     if not (k and v and k.compute == v.compute == "int8" and k.dtype == v.dtype == "int8"):
         return f'codes: needs compute="int8" of k and v in int8, asked for {spec.codes}'
+    if not k.tables == v.tables == "float32":
+        return f"codes: integer products have tables of float32, asked for {spec.codes}"
     if "avx512_vnni" not in target.features or target.arch != "avx512":
         return "codes: needs avx512_vnni for integer products"
     if spec.phase is Phase.DECODE and Feature.BATCH_INVARIANT not in spec.features:

@@ -63,18 +63,19 @@ def encode(
     x = near(x if x.stride(3) == 1 or head_dim == 1 else x.contiguous())
     codes = empty_of_keys((*x.shape[:3], head_dim // form.packed), torch.uint8, x.device)
     entries = batch, heads, *form.scale.counts(seqlen, head_dim)
-    scale = empty_of_keys(entries, torch.float32, x.device)
-    shift = None if scheme.symmetric else empty_of_keys(entries, torch.float32, x.device)
+    tables = codec.table_dtype(form)
+    scale = empty_of_keys(entries, tables, x.device)
+    shift = None if scheme.symmetric else empty_of_keys(entries, tables, x.device)
     number = np.arange(batch, dtype=np.int64)
     groups = np.zeros((batch, len(Group._fields)), dtype=np.int64)
     groups[:, 0] = number * x.stride(0) * x.itemsize
     groups[:, 1] = seqlen if lens is None else lens.cpu().numpy().clip(0, seqlen)
-    groups[:, 4], groups[:, 5] = number * codes.stride(0), number * scale.stride(0) * 4
+    groups[:, 4], groups[:, 5] = number * codes.stride(0), number * scale.stride(0) * tables.itemsize
     means = None if mean is None else mean.contiguous()
     strides = Strides(
         *(x.itemsize * s for s in x.stride()[1:3]),
         *codes.stride()[1:3],
-        *(4 * s for s in scale.stride()[1:3]),
+        *(tables.itemsize * s for s in scale.stride()[1:3]),
     )
     mean_at = 0 if means is None else means.data_ptr()
     words, how = prepared(kernel, scheme, groups, x.shape[1:], strides, mean_at)

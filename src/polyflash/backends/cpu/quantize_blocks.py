@@ -26,6 +26,7 @@ class QuantizeTile(RowTile):
     def __init__(self, key: QuantizeKey) -> None:
         super().__init__(key.storage, key.lanes)
         self.key, self.kind, self.size = key, KINDS[key.dtype], STORAGE_BYTES[key.coded]
+        self.table_size, self.narrow = STORAGE_BYTES[key.tables], key.tables != "float32"
 
     @stage
     def encode_block(
@@ -117,7 +118,8 @@ class QuantizeTile(RowTile):
         e.loop(some, [], lambda i, _: e.each_vector(channels, self.lanes, [end], fill)[:0])
 
     def _next(self, e: Emitter, p: list[Value]) -> list[Value]:
-        steps = (self.lanes * self.size, self.lanes // self.key.packed, e.bytes, e.bytes, e.bytes)
+        table = self.lanes * self.table_size
+        steps = (self.lanes * self.size, self.lanes // self.key.packed, table, table, e.bytes)
         return [e.at(y, step) for y, step in zip(p, steps, strict=True)]
 
     def _loaded(self, e: Emitter, x: Value, mean: Value, inside: Value | None) -> Value:
@@ -151,37 +153,62 @@ class QuantizeTile(RowTile):
         return b.xor(bits, b.and_(b.ashr(bits, e.ints(31)), e.ints(SIZE_BITS)))
 
     def _tables(self, e: Emitter, tops: list[Value], scale: Value, shift: Value, inside: Value | None):
-        """Stores scales and shifts; the least values, or None, and the scales."""
+        """Stores scales and shifts; the least values, the shifts that are not float32 or None, and scales."""
         b, kind, low = e.b, self.kind, None
         if self.key.affine:
             none = b.icmp_signed("==", tops[0], e.ints(LEAST))
             hi, low = (b.bitcast(self._ordered(e, x), e.vf) for x in (tops[0], b.not_(tops[1])))
             hi, low = (b.select(none, e.floats(0), x) for x in (hi, low))
             factor = b.fdiv(b.fsub(hi, low), e.floats(kind.levels + 0.25))
-            middle = b.fmul(factor, e.floats((kind.levels + 1) // 2))
-            e.store(b.fadd(b.fadd(low, middle), b.fmul(factor, e.floats(0.125))), shift, inside=inside)
+            half = (kind.levels + 1) // 2
+            if self.narrow:
+                centre = b.fadd(low, b.fmul(b.fsub(hi, low), e.floats(0.5)))
+                zero = b.fadd(centre, b.fmul(self._rounded_up(e, factor), e.floats(0.5)))
+                stored = e.narrow(zero, self.key.tables)
+                zero = e.widen(stored, self.key.tables)
+                for room, steps in ((b.fsub(zero, low), half + 0.5), (b.fsub(hi, zero), half - 0.5)):
+                    least = b.fdiv(room, e.floats(steps))
+                    factor = b.select(b.fcmp_ordered(">", least, factor), least, factor)
+                low = zero
+            else:
+                middle = b.fmul(factor, e.floats(half))
+                stored = b.fadd(b.fadd(low, middle), b.fmul(factor, e.floats(0.125)))
+            e.store(stored, shift, inside=inside)
         elif self.key.dtype == "mxfp4":
             power = b.bitcast(b.and_(tops[0], e.ints(INFINITE)), e.vf)
             nan = b.icmp_signed(">", tops[0], e.ints(INFINITE))
             factor = b.select(nan, b.bitcast(tops[0], e.vf), b.fmul(power, e.floats(0.25)))
         else:
             factor = b.fdiv(b.bitcast(tops[0], e.vf), e.floats(kind.most))
-        e.store(factor, scale, inside=inside)
+        factor = self._rounded_up(e, factor) if self.narrow else factor
+        e.store(e.narrow(factor, self.key.tables), scale, inside=inside)
         return low, factor
+
+    def _rounded_up(self, e: Emitter, x: Value) -> Value:
+        """What is positive, as the least bfloat16 that is no less."""
+        b = e.b
+        up = b.and_(b.add(b.bitcast(x, e.vi), e.ints(0xFFFF)), e.ints(-0x10000))
+        return b.select(b.fcmp_unordered("uno", x, x), x, b.bitcast(up, e.vf))
 
     def _codes(self, e: Emitter, x: Value, low: Value | None, factor: Value) -> Value:
         """Codes of a vector, int32, of which the lowest bits count."""
         b, kind, dtype = e.b, self.kind, self.key.dtype
         x = b.fdiv(x if low is None else b.fsub(x, low), factor)
-        if low is not None:
+        if low is not None and not self.narrow:
             x = b.fsub(x, e.floats(0.125))
         x = b.select(b.fcmp_unordered("uno", x, x), e.floats(0), x)
         if dtype in ("int8", "int4"):
             ends = (-(1 << kind.bits - 1), (1 << kind.bits - 1) - 1)
-            middle = 8 if kind.bits == 4 else 0
-            if low is not None:
+            middle, below = 8 if kind.bits == 4 else 0, None
+            if low is not None and self.narrow:
+                x = b.fadd(x, e.floats(0.5))
+                below = b.ashr(b.bitcast(x, e.vi), e.ints(31))
+                x = b.fsub(b.bitcast(b.and_(b.bitcast(x, e.vi), e.ints(SIZE_BITS)), e.vf), e.floats(0.5))
+                ends = (0, ends[1])
+            elif low is not None:
                 ends, middle = (0, kind.levels), middle - (kind.levels + 1) // 2
             whole = b.fptosi(e.rounded(self._held(e, x, *ends)), e.vi)
+            whole = whole if below is None else b.xor(whole, below)
             return b.add(whole, e.ints(middle)) if middle else whole
         if kind.bits == 8:
             return self._float_of_8_bits(e, self._held(e, x, -kind.most, kind.most))

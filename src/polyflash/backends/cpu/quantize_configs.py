@@ -14,7 +14,8 @@ _FLOATS = {"fp8_e4m3": (3, 7), "fp8_e5m2": (2, 15)}  # bits of the mantissa, bia
 @dataclass(frozen=True, slots=True)
 class QuantizeKey:
     """The key of one quantiser. storage: dtype of the values; dtype: of the codes; by_channel: each channel
-    has scales of its own, of however many tokens; rotated: by a Hadamard matrix first, in float32."""
+    has scales of its own, of however many tokens; rotated: by a Hadamard matrix first, in float32; tables: the
+    dtype of scales and shifts."""
 
     isa: str
     storage: str
@@ -22,13 +23,15 @@ class QuantizeKey:
     affine: bool
     by_channel: bool
     rotated: bool = False
+    tables: str = "float32"
     builder: str = "polyflash.backends.cpu.kernels.quantize"
 
     @property
     def name(self) -> str:
         steps = "affine" if self.affine else "symmetric"
         shared = "channel" if self.by_channel else "tokens"
-        return f"quantize_{self.isa}_{self.storage}_{self.dtype}_{steps}_{shared}{'_rotated' * self.rotated}"
+        more = "_rotated" * self.rotated + "_narrow" * (self.tables != "float32")
+        return f"quantize_{self.isa}_{self.storage}_{self.dtype}_{steps}_{shared}{more}"
 
     @property
     def lanes(self) -> int:
@@ -70,5 +73,5 @@ def key_for(scheme: Scheme, storage: str, target: Target) -> QuantizeKey | None:
         return None
     if target.arch not in ISAS or storage not in STORAGE_BYTES or not target.has_package("numba"):
         return None
-    kinds = scheme.dtype, not scheme.symmetric, shared == 1, scheme.rotated_in_pass
+    kinds = scheme.dtype, not scheme.symmetric, shared == 1, scheme.rotated_in_pass, scheme.tables
     return QuantizeKey(target.arch, storage, *kinds)

@@ -13,6 +13,7 @@ from polyflash.backends.metal import render
 from polyflash.backends.metal.configs import check_memory, padded
 from polyflash.backends.metal.render import TYPES, Constants
 from polyflash.backends.metal.uniforms import Factors, Numbers, channels_of, factors_for, words
+from polyflash.quant import codec
 from polyflash.quant.scheme import KINDS, codes_of
 from polyflash.results import converted
 
@@ -51,7 +52,7 @@ class Call:
             launch.prepared = True
         self.config: Any = launch.config
         slopes, sinks = _narrow(args.alibi_slopes), _narrow(args.sinks)
-        self.args = args._replace(alibi_slopes=slopes, sinks=sinks)
+        self.args = codec.with_wide_tables(args)._replace(alibi_slopes=slopes, sinks=sinks)
         self.x: Operands = operands_of(self.args, k)
         self.flags: Flags = flags_of(q, args)
         self.factors: Factors = factors_for(q, k, args, self.flags, self.config.base2)

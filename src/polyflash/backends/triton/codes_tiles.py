@@ -145,7 +145,7 @@ def of_class(j_0, table, TOKENS: tl.constexpr, CLASS: tl.constexpr, side, rows, 
     """The entries of a class of channels for the block from key j_0 on, all of whose keys have the same."""
     o_d = side.PER * tl.arange(0, side.WORDS) + CLASS
     o_table = table_rows(j_0, table, TOKENS, rows, place, t, c)
-    return tl.load(table.p + o_table + o_d * table.d, mask=o_d < side.DIM, other=0.0)
+    return tl.load(table.p + o_table + o_d * table.d, mask=o_d < side.DIM, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -158,14 +158,14 @@ def of_elements(
     if GROUPS > 0:  # of whole words, which all classes share
         o_c = tl.arange(0, GROUPS)
         m = keys.m_n[:, None] & (o_c * CHANNELS < side.DIM)[None, :]
-        b_x = tl.load(table.p + o_table[:, None] + o_c[None, :] * table.d, mask=m, other=0.0)
+        b_x = tl.load(table.p + o_table[:, None] + o_c[None, :] * table.d, mask=m, other=0.0).to(tl.float32)
         b_x = tl.broadcast_to(b_x[:, :, None], [c.BLOCK_N, GROUPS, side.WORDS // GROUPS])
         b_x = b_x.reshape(c.BLOCK_N, side.WORDS)
     else:
         o_d = side.PER * tl.arange(0, side.WORDS) + CLASS
         o_c = o_d // CHANNELS if CHANNELS > 0 else o_d * 0
         m = keys.m_n[:, None] & (o_d < side.DIM)[None, :]
-        b_x = tl.load(table.p + o_table[:, None] + o_c[None, :] * table.d, mask=m, other=0.0)
+        b_x = tl.load(table.p + o_table[:, None] + o_c[None, :] * table.d, mask=m, other=0.0).to(tl.float32)
     return b_x
 
 
@@ -188,7 +188,7 @@ def of_groups(keys, table, TOKENS: tl.constexpr, side, rows, place, t, c):
     m = keys.m_n[None, :, None, None]
     if side.PER * side.WORDS > side.DIM:
         m = m & (o_g * side.CHANNELS < side.DIM)
-    return tl.load(table.p + o_table[None, :, None, None] + o_g * table.d, mask=m, other=0.0)
+    return tl.load(table.p + o_table[None, :, None, None] + o_g * table.d, mask=m, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -297,7 +297,7 @@ def of_channels(j_0, table, TOKENS: tl.constexpr, side, rows, place, t, c):
     """The entries of all channels for the block from key j_0 on, all of whose keys have the same."""
     o_d = tl.arange(0, side.PER * side.WORDS)
     o_table = table_rows(j_0, table, TOKENS, rows, place, t, c)
-    return tl.load(table.p + o_table + o_d * table.d, mask=o_d < side.DIM, other=0.0)
+    return tl.load(table.p + o_table + o_d * table.d, mask=o_d < side.DIM, other=0.0).to(tl.float32)
 
 
 @triton.jit

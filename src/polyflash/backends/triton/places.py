@@ -312,7 +312,7 @@ def table_rows(o_n, table, TOKENS: tl.constexpr, rows, place, t, c):
 def of_keys(keys, table, TOKENS: tl.constexpr, rows, place, t, c):
     """The entry of each key of a block."""
     o_table = table_rows(keys.o_n, table, TOKENS, rows, place, t, c)
-    return tl.load(table.p + o_table, mask=keys.m_n, other=0.0)
+    return tl.load(table.p + o_table, mask=keys.m_n, other=0.0).to(tl.float32)
 
 
 @triton.jit

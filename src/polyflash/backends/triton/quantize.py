@@ -17,6 +17,7 @@ import triton.language as tl
 
 from polyflash.backends.gpu.views import View, view_of
 from polyflash.backends.triton import interpreter, replay, runtime
+from polyflash.quant import codec
 from polyflash.quant.scheme import BORDERS, KINDS
 from polyflash.storages import is_readable
 
@@ -77,6 +78,7 @@ class Constants(NamedTuple):
     CHANNELS: Any = 0  # per scale
     TURNS: Any = 0  # 2 to the power of it channels are rotated together, times FACTOR
     FACTOR: Any = 1.0
+    NARROW: Any = False  # tables of bfloat16
     NEIGHBOURS: Any = False  # pairs that turn are channels 2i and 2i + 1
     LAYOUT: Any = 0
 
@@ -113,6 +115,13 @@ def store_table(table, b_x, i_b, i_h, i_t, o_t, m_t, c):
         p_t = p + i_b * table.b + o_t * table.s
         m = m_t[:, None] & (o_c * c.CHANNELS < c.D)[None, :]
         tl.store(p_t[:, None] + o_c[None, :] * table.d, b_x, mask=m)
+
+
+@triton.jit
+def rounded_up(x):
+    """What is positive, as the least bfloat16 that is no less."""
+    bits = (x.to(tl.int32, bitcast=True) + 0xFFFF) & -0x10000
+    return tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
 
 
 @triton.jit
@@ -236,16 +245,31 @@ def encode_block(t, n, c):
         scale = tl.math.div_rn(hi - lo, tl.full(hi.shape, c.MOST + 0.25, tl.float32))
         MIDDLE: tl.constexpr = (c.MOST + 1) // 2
         # By powers of two: whether a product is rounded before its sum makes no difference.
-        store_table(t.shift, lo + scale * MIDDLE + scale * 0.125, i_b, i_h, i_t, o_s, m_t, c)
-        b_y = tl.math.div_rn(b_x - spread(lo, c), spread(scale, c)) - 0.125
-        b_y = tl.minimum(tl.maximum(tl.where(b_y == b_y, b_y, 0.0), 0.0), c.MOST * 1.0)
-        b_y = (b_y + _MAGIC) - _MAGIC - MIDDLE
+        shift = lo + scale * MIDDLE + scale * 0.125
+        if c.NARROW:
+            shift = lo + (hi - lo) * 0.5 + rounded_up(scale) * 0.5
+            shift = shift.to(tl.bfloat16).to(tl.float32)
+            below = tl.math.div_rn(shift - lo, tl.full(hi.shape, MIDDLE + 0.5, tl.float32))
+            above = tl.math.div_rn(hi - shift, tl.full(hi.shape, MIDDLE - 0.5, tl.float32))
+            scale = tl.where(below > scale, below, scale)
+            scale = rounded_up(tl.where(above > scale, above, scale))
+            b_y = tl.math.div_rn(b_x - spread(shift, c), spread(scale, c))
+            b_y = tl.where(b_y == b_y, b_y, 0.0) + 0.5
+            b_size = (tl.minimum(tl.maximum(tl.abs(b_y) - 0.5, 0.0), MIDDLE - 1.0) + _MAGIC) - _MAGIC
+            b_y = tl.where(b_y < 0, -1.0 - b_size, b_size)
+        else:
+            b_y = tl.math.div_rn(b_x - spread(lo, c), spread(scale, c)) - 0.125
+            b_y = tl.minimum(tl.maximum(tl.where(b_y == b_y, b_y, 0.0), 0.0), c.MOST * 1.0)
+            b_y = (b_y + _MAGIC) - _MAGIC - MIDDLE
+        store_table(t.shift, shift, i_b, i_h, i_t, o_s, m_t, c)
     else:
         scale = greatest(tl.abs(b_x), c)
         if c.DTYPE == "mxfp4":  # without its mantissa
             scale = (scale.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True) * 0.25
         else:
             scale = tl.math.div_rn(scale, tl.full(scale.shape, c.MOST, tl.float32))
+        if c.NARROW:
+            scale = rounded_up(scale)
         scale = tl.where(odd, float("nan"), scale)
         b_y = tl.math.div_rn(b_x, spread(scale, c))
         b_y = tl.where(b_y == b_y, b_y, 0.0)
@@ -296,7 +320,7 @@ def encode(
     tables = (batch, heads, *form.scale.counts(seqlen, head_dim))
     stored = getattr(torch, KINDS[scheme.dtype].storage)
     codes = x.new_empty((*x.shape[:3], head_dim // form.packed), dtype=stored)
-    scale = x.new_empty(tables, dtype=torch.float32)
+    scale = x.new_empty(tables, dtype=codec.table_dtype(form))
     shift = None if scheme.symmetric else torch.empty_like(scale)
     if lens is not None:
         lens = lens.to(x.device, torch.int32).contiguous()
@@ -400,6 +424,7 @@ def constants(scheme: Scheme, dtype: torch.dtype, head_dim: int) -> Constants | 
     tile, most = triton.next_power_of_2(tokens), kind.levels if steps else kind.most
     borders, packed = BORDERS.get(scheme.dtype, ()), form.packed
     c = Constants(scheme.dtype, packed, most, steps, borders, tokens, tile, grouped, head_dim, wide, channels)
+    c = c._replace(NARROW=scheme.tables != "float32")
     if scheme.rotated_in_pass:
         size = head_dim & -head_dim
         c = c._replace(TURNS=size.bit_length() - 1, FACTOR=size**-0.5)

@@ -34,12 +34,12 @@ class GpuCodes:
     __slots__ = ("block", "form", "shape", "stored", "tables")
 
     def __init__(self, codes: Tensor, scale: Tensor, shift: Tensor | None, form: Codes) -> None:
-        on, self.form = devices.current(), form
+        on, self.form = devices.current(), form._replace(tables="float32")
         self.stored, self.shape = codes.dtype, (*codes.shape[:3], codes.shape[3] * form.packed)
         self.block = on.empty(nbytes_of(tuple(codes.shape), codes.dtype))
         on.write(self.block, array_of(codes))
         parts = (x for x in (scale, shift) if x is not None)
-        self.tables = on.upload(np.concatenate([x.contiguous().view(-1).numpy() for x in parts]))
+        self.tables = on.upload(np.concatenate([x.float().contiguous().view(-1).numpy() for x in parts]))
 
     def __repr__(self) -> str:
         return f"GpuCodes({self.form}, shape={self.shape}, device={self.device.name!r})"

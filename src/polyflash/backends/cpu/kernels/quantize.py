@@ -24,7 +24,7 @@ def build(key: QuantizeKey) -> Any:
     """Compile the quantiser of `key`: a numba cfunc `void(int64 args, int64 item, int64 scratch)`."""
     tile, group_at = QuantizeTile(key), BLOCK.words(GROUP)
     stage, SIZE, ROW_SIZE = intrinsics.stages(key, tile), tile.size, tile.row_size
-    PACKED, BY_CHANNEL, ROTATED = key.packed, key.by_channel, key.rotated
+    PACKED, BY_CHANNEL, ROTATED, ENTRY = key.packed, key.by_channel, key.rotated, tile.table_size
 
     @device
     def place_rows(args, src, dst, dst_step, rows, turn):
@@ -86,8 +86,8 @@ def build(key: QuantizeKey) -> Any:
                     shift,
                     args.zero,
                 )
-                scale += 4
-                shift += 4
+                scale += ENTRY
+                shift += ENTRY
 
     @BLOCK.kernel
     def kernel(args, item, scratch):
