@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -68,3 +69,17 @@ def with_coded_weights(
         both = torch.logaddexp(lse, sinks.double()[:, None])
         out, lse = out * (lse - both).exp().nan_to_num()[..., None], both
     return out.masked_fill(odd, math.nan), lse
+
+
+def scattered(x: QuantizedTensor, step: int) -> QuantizedTensor:
+    """The same codes, whose tables begin with an odd entry, have an odd number from row to row, and entries
+    `step` apart, among NaNs."""
+
+    def moved(table: Tensor | None) -> Tensor | None:
+        if table is None:
+            return None
+        *sizes, width = table.shape
+        room = torch.full((*sizes, 2 * step * width + 3), torch.nan, dtype=table.dtype, device=table.device)
+        return room[..., 1::step][..., :width].copy_(table)
+
+    return replace(x, scale=moved(x.scale), shift=moved(x.shift))

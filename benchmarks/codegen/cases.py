@@ -87,11 +87,11 @@ PROBLEMS = {
     "everything": Problem(_EVERY, kv_heads=4),  # in no record: does it compile?
     "token": Problem(_LENS, **_TOKEN),
     "int8": Problem(_LENS, **_TOKEN, codes="int8/1x0,int8/1x0"),
-    "int4": Problem(_LENS, **_TOKEN, codes="int4/64x1+64x1,int4/1x0+1x0"),
-    "int4-blocks": Problem(_LENS, **_TOKEN, codes="int4/64x1+64x1,int4/1x32+1x32"),
+    "int4": Problem(_LENS, **_TOKEN, codes="int4/64x1+64x1:bfloat16,int4/1x0+1x0:bfloat16"),
+    "int4-blocks": Problem(_LENS, **_TOKEN, codes="int4/64x1+64x1:bfloat16,int4/1x32+1x32:bfloat16"),
     "fp8": Problem(_LENS, **_TOKEN, codes="fp8_e4m3/1x0,fp8_e4m3/1x0"),
-    "int4-rows": Problem(_CAUSAL, **_FEW, codes="int4/64x1+64x1,int4/1x32+1x32"),
-    "mxfp4-rows": Problem(_CAUSAL, **_FEW, codes="mxfp4/1x32,mxfp4/1x32"),
+    "int4-rows": Problem(_CAUSAL, **_FEW, codes="int4/64x1+64x1:bfloat16,int4/1x32+1x32:bfloat16"),
+    "mxfp4-rows": Problem(_CAUSAL, **_FEW, codes="mxfp4/1x32:bfloat16,mxfp4/1x32:bfloat16"),
     "int8-products": Problem(codes="int8/1x0*int8,-"),
     "int8-products-causal": Problem(_CAUSAL, codes="int8/1x0+0x1*int8,-"),
     "fp8-products": Problem(codes=_BOTH),
@@ -137,7 +137,7 @@ class Case:
             for table, block in (("scale", form.scale), ("shift", form.shift)):
                 if block is not None:
                     shape = first, p.kv_heads, *block.counts(rows, self.head_dim)
-                    tables[f"{name}_{table}"] = _meta(*shape, dtype=torch.float32)
+                    tables[f"{name}_{table}"] = _meta(*shape, dtype=getattr(torch, form.tables))
         given: dict[str, Any] = {"codes": p.codes, **tables, **p.options}
         return q, k, Arguments(need_lse=True, **given)
 

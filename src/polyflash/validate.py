@@ -16,8 +16,8 @@ from polyflash.dtypes import BY_NAME
 from polyflash.errors import SpecError, spec_error
 from polyflash.mask import FAR_SIDE, checked_window, is_strided
 from polyflash.operands import BATCH, HEADS, KEYS, OPERANDS, ROWS, SCORES, TENSORS, Operand
-from polyflash.quant.scheme import KINDS, codes_of
 from polyflash.quant import tensor as quantized
+from polyflash.quant.scheme import KINDS, codes_of
 from polyflash.spec import Arguments
 
 if TYPE_CHECKING:

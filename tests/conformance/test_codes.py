@@ -20,7 +20,7 @@ from polyflash.reference import attention_reference
 from polyflash.spec import Feature, Phase
 from tests import device
 from tests.conformance.rows import ALL_OF, DTYPES, HERE, NAMES, ints, qkv
-from tests.integers import operands, with_coded_weights
+from tests.integers import operands, scattered, with_coded_weights
 from tests.tolerance import Expected, check, expect, masked_scores, same_bits
 
 READERS = (*(row for row in HERE if Feature.CODES in row.features), None)
@@ -35,6 +35,8 @@ SCHEMES = {
     "int8-head": (Scheme(granularity="head"), Scheme(granularity="channel")),
     "int8-affine": (Scheme(symmetric=False), Scheme(symmetric=False)),
     "int8-means": (Scheme(smoothing="block_mean"), Scheme(granularity="tensor", smoothing="mean")),
+    "int4-mixed": (NAMED["int4"][0], replace(NAMED["int4"][1], tables="float32")),
+    "int8-narrow": (Scheme(tables="bfloat16"), replace(NAMED["int8-channel"][0], tables="bfloat16")),
     "int8-k": (Scheme(), None),
     "int4-v": (None, Scheme(dtype="int4", symmetric=False)),
     "fp8-e5m2": (Scheme(dtype="fp8_e5m2"), Scheme(dtype="fp8_e5m2", granularity="head")),
@@ -188,6 +190,18 @@ def test_families(reader: Capability | None, family: str):
         coded_k, coded_v = (coded(x, s) for x, s in zip((k, v), NAMED[name], strict=True))
         found = check_call(reader, q, coded_k, coded_v, f"{name} {family}")
         assert bool(found.out.isfinite().all())
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "int4-token", "mxfp4"])
+def test_tables_lie_anywhere(reader: Capability | None, name: str):
+    """From an odd entry on, an odd number from row to row, among NaNs."""
+    q, *both = qkv(2, (4, 2), 1, 200, 64, dtype=torch.bfloat16)
+    k, v = (coded(x, s) for x, s in zip(both, NAMED[name], strict=True))
+
+    want = run(reader, q, k, v, causal=True)
+    for step in (1, 2):
+        found = run(reader, q, scattered(k, step), scattered(v, step), causal=True)
+        same_bits(found.out, want.out, f"{name} with steps of {step}")
 
 
 @pytest.mark.parametrize("name", ["int8", "int4-token", "fp8"])

@@ -10,12 +10,13 @@
 With tables of bfloat16 a scale is rounded up to it before codes are made, and that of an affine scheme is no
 less than what keeps all values within half a step of a code by the shift that is stored:
 
-    affine       scale as above, up              shift = min + (max - min) / 2 + scale / 2, to nearest
-                 or, if greater, (shift - min) / (⌈levels / 2⌉ + 1/2) or (max - shift) / (⌊levels / 2⌋ + 1/2), up
+    affine       scale as above, rounded up      shift = min + (max - min) / 2 + scale / 2, to nearest
+                 or the greater of (shift - min) / (half + 1/2) and (max - shift) / (half - 1/2), if that is
+                 greater, rounded up             half = ⌈levels / 2⌉
                  y = (x - shift) / scale + 1/2   code = round(|y| - 1/2), of y < 0 its complement
 
-Borders between codes then often are values of 16 bits: rounded alike on both sides of the middle of the range,
-as above, errors have no mean that a sum over many keys would keep.
+Borders between codes then often are values of 16 bits: rounded alike on both sides of the middle of the
+range, errors have no mean that a sum over many keys would keep.
 
 The ends of an affine range lie an eighth of a step beyond the outermost codes: no error grows beyond half a
 step, and steps are smaller. All arithmetic is float32, divisions are divisions, rounding is to nearest even.
@@ -36,8 +37,7 @@ import torch
 from torch import Tensor
 
 from polyflash.errors import spec_error
-from polyflash.quant.scheme import KINDS, SMOOTHED_TOKENS, TABLES, Block, Codes, Scheme, codes_of, text_of
-from polyflash.spec import CODE_TABLES, Arguments
+from polyflash.quant.scheme import KINDS, SMOOTHED_TOKENS, TABLES, Block, Codes, Scheme
 
 # The same in one pass, by device type.
 _KERNELS = {"cuda": "polyflash.backends.triton.quantize", "cpu": "polyflash.backends.cpu.quantize"}
@@ -50,8 +50,8 @@ def encode(x: Tensor, scheme: Scheme, lens: Tensor | None = None) -> tuple[Tenso
     """Codes, scale and shift of x (batch, heads, seqlen, head_dim), float.
 
     Codes have x's shape, those of 4 bits half its head_dim; scale and shift are (batch, heads, blocks of
-    tokens, blocks of channels) in the dtype of the scheme's tables, means float32. `lens` (batch,) are the live tokens: what lies beyond enters no
-    scale and no mean, and gets code 0 of int8 or its like."""
+    tokens, blocks of channels) in the dtype of the scheme's tables, means float32. `lens` (batch,) are the
+    live tokens: what lies beyond enters no scale and no mean, and gets code 0 of int8 or its like."""
     kind, codes, tables = KINDS[scheme.dtype], scheme.codes, table_dtype(scheme.codes)
     narrow = tables is not torch.float32
     x = x.detach()
@@ -110,12 +110,12 @@ def encode(x: Tensor, scheme: Scheme, lens: Tensor | None = None) -> tuple[Tenso
 
 
 def table_dtype(codes: Codes) -> torch.dtype:
-    """Of scales and zero points."""
+    """The dtype of scales and shifts."""
     return getattr(torch, codes.tables)  # type: ignore[no-any-return]
 
 
 def _rounded_up(x: Tensor) -> Tensor:
-    """What is positive, as the least bfloat16 that is no less."""
+    """The least bfloat16 that is no less, of what is positive."""
     bits = x.contiguous().view(torch.int32)
     return torch.where(x.isnan(), x, ((bits + 0xFFFF) & -0x10000).view(torch.float32))
 
@@ -239,15 +239,6 @@ def _table(dtype: str, wide: torch.dtype, device: torch.device) -> Tensor:
     """Kept, as a graph that is captured copies nothing from the host."""
     with torch.inference_mode(False):
         return torch.tensor(TABLES[dtype], dtype=wide, device=device)
-
-
-def with_wide_tables(args: Arguments) -> Arguments:
-    """The arguments of a call whose kernel reads tables of float32 alone."""
-    if "bfloat16" not in args.codes:
-        return args
-    k, v = (x and x._replace(tables="float32") for x in codes_of(args.codes))
-    tables = {name: x if (x := getattr(args, name)) is None else x.float() for name in CODE_TABLES}
-    return args._replace(codes=text_of(k, v), **tables)
 
 
 def rotate(x: Tensor) -> Tensor:

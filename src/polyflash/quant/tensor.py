@@ -13,7 +13,7 @@ from polyflash.dtypes import BY_NAME
 from polyflash.errors import described, spec_error
 from polyflash.mask import is_strided
 from polyflash.quant import codec
-from polyflash.quant.scheme import KINDS, NAMED, Block, Codes, Scheme
+from polyflash.quant.scheme import KINDS, NAMED, Codes, Scheme
 
 QuantizedLayout = Literal["bhsd", "bshd", "thd"]
 _AXES = {

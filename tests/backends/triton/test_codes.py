@@ -19,7 +19,7 @@ from polyflash.reference import attention_reference
 from polyflash.spec import Arguments, AttentionSpec, Feature, Phase
 from polyflash.target import parse
 from tests.device import ON_A_CPU
-from tests.integers import operands, with_coded_weights
+from tests.integers import operands, scattered, with_coded_weights
 from tests.tolerance import Expected, check, expect, masked_scores
 
 SCHEMES = {
@@ -65,6 +65,16 @@ def test_scheme(name: str, dtype: torch.dtype):
     right = attention_reference(q.double(), *values, causal=True)
     want = expect(q, *(x.values(dtype) for x in (k, v)), causal=True)
     check(found.out, found.lse, replace(want, out=right.out, lse=right.lse), label=f"{name} {dtype}")
+
+
+@pytest.mark.parametrize("name", ["int4", "int4-token", "mxfp4"])
+def test_tables_of_16_bits_lie_anywhere(name: str):
+    q, k, v = qkv(1, 75, 64, torch.bfloat16)
+    k, v = (quantize(x, scheme) for x, scheme in zip((k, v), NAMED[name], strict=True))
+    want = run(q, k, v)
+    for step in (1, 2):
+        found = run(q, scattered(k, step), scattered(v, step))
+        assert torch.equal(found.out, want.out) and torch.equal(found.lse, want.lse)
 
 
 @pytest.mark.parametrize("name", ["int8", "int4", "int4-token", "fp8"])

@@ -102,7 +102,9 @@ class OfKeys(Repeat):
                 return None
             if x.shape[3] > 1 and x.stride(3) != 1:
                 return None
-            steps = (0 if n == 1 else x.element_size() * s for n, s in zip(x.shape[:3], x.stride(), strict=False))
+            steps = (
+                0 if n == 1 else x.element_size() * s for n, s in zip(x.shape[:3], x.stride(), strict=False)
+            )
             block[word], block[word + 1], block[word + 2], block[word + 3] = x.data_ptr(), *steps
         out, lse = self.outputs(q, block)
         block[DECODE.k], block[DECODE.v] = at = k.data_ptr(), v.data_ptr()

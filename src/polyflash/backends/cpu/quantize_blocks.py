@@ -185,7 +185,7 @@ class QuantizeTile(RowTile):
         return low, factor
 
     def _rounded_up(self, e: Emitter, x: Value) -> Value:
-        """What is positive, as the least bfloat16 that is no less."""
+        """The least bfloat16 that is no less, of what is positive."""
         b = e.b
         up = b.and_(b.add(b.bitcast(x, e.vi), e.ints(0xFFFF)), e.ints(-0x10000))
         return b.select(b.fcmp_unordered("uno", x, x), x, b.bitcast(up, e.vf))

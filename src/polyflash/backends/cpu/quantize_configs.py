@@ -14,7 +14,7 @@ _FLOATS = {"fp8_e4m3": (3, 7), "fp8_e5m2": (2, 15)}  # bits of the mantissa, bia
 @dataclass(frozen=True, slots=True)
 class QuantizeKey:
     """The key of one quantiser. storage: dtype of the values; dtype: of the codes; by_channel: each channel
-    has scales of its own, of however many tokens; rotated: by a Hadamard matrix first, in float32; tables: the
+    has scales of its own, of however many tokens; rotated: by a Hadamard matrix first, in float32; tables:
     dtype of scales and shifts."""
 
     isa: str

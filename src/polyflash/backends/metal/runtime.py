@@ -13,8 +13,8 @@ from polyflash.backends.metal import render
 from polyflash.backends.metal.configs import check_memory, padded
 from polyflash.backends.metal.render import TYPES, Constants
 from polyflash.backends.metal.uniforms import Factors, Numbers, channels_of, factors_for, words
-from polyflash.quant import codec
 from polyflash.quant.scheme import KINDS, codes_of
+from polyflash.spec import CODE_TABLES
 from polyflash.results import converted
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class Call:
             launch.prepared = True
         self.config: Any = launch.config
         slopes, sinks = _narrow(args.alibi_slopes), _narrow(args.sinks)
-        self.args = codec.with_wide_tables(args)._replace(alibi_slopes=slopes, sinks=sinks)
+        self.args = _with_wide_tables(args)._replace(alibi_slopes=slopes, sinks=sinks)
         self.x: Operands = operands_of(self.args, k)
         self.flags: Flags = flags_of(q, args)
         self.factors: Factors = factors_for(q, k, args, self.flags, self.config.base2)
@@ -117,6 +117,12 @@ def codes_constants(text: str) -> dict[str, Any]:
             if block is not None:
                 found |= {f"{name}_{place}TOKENS": block.tokens, f"{name}_{place}CHANNELS": block.channels}
     return found
+
+
+def _with_wide_tables(args: Arguments) -> Arguments:
+    """Tables of codes in float32, as kernels read them."""
+    tables: dict[str, Any] = {name: _narrow(getattr(args, name)) for name in CODE_TABLES}
+    return args._replace(**tables) if args.codes else args
 
 
 def _narrow(x: Tensor | None) -> Tensor | None:

@@ -43,6 +43,15 @@ def words(x: Tensor) -> Tensor:
     return x.view(torch.int16)
 
 
+def in_words(x: Tensor | None) -> Tensor | None:
+    """A table whose entries of 16 bits begin with a word of 32; so does each of its rows, if even."""
+    if x is None or x.dtype is torch.float32:
+        return x
+    if x.shape[3] % 2 == 0 and (x.stride(3) != 1 or any(s % 2 for s in x.stride()[:3])):
+        x = x.contiguous()
+    return x.clone() if x.data_ptr() % 4 else x
+
+
 def _place(block: Block, block_n: int, page_size: int) -> str:
     """The place of scales of such blocks; a block of keys lies in one of them, or they are of keys."""
     if block.channels == 0:
@@ -166,7 +175,7 @@ def attend_call(
     group, num_heads = q.shape[1] // k.shape[1], k.shape[1]
     num_tiles, requests = tile_count(seqlen_q * group, config.block_m, batch, False)
     total = num_tiles * num_heads * requests * num_splits
-    tables = (view_of(x) for x in (args.k_scale, args.k_shift, args.v_scale, args.v_shift))
+    tables = (view_of(in_words(x)) for x in (args.k_scale, args.k_shift, args.v_scale, args.v_shift))
     x = operands_of(args, k)
     views: tuple[Any, ...] = view_of(q), view_of(words(k)), view_of(words(v)), *tables
     views += view_of(out), rows_of(lse)

@@ -3,10 +3,12 @@ have the names of `codes_kernel`."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 
-from polyflash.backends.triton.places import block_offsets, table_rows
+from polyflash.backends.triton.places import block_offsets, entries_at, pairs_at, table_rows
 from polyflash.backends.triton.products import product
 from polyflash.backends.triton.ptx import halves, multiply_add, unpacked, unpacked_bytes
 
@@ -145,7 +147,13 @@ def of_class(j_0, table, TOKENS: tl.constexpr, CLASS: tl.constexpr, side, rows, 
     """The entries of a class of channels for the block from key j_0 on, all of whose keys have the same."""
     o_d = side.PER * tl.arange(0, side.WORDS) + CLASS
     o_table = table_rows(j_0, table, TOKENS, rows, place, t, c)
-    return tl.load(table.p + o_table + o_d * table.d, mask=o_d < side.DIM, other=0.0).to(tl.float32)
+    return entries_at(table, o_table + o_d * table.d, o_d < side.DIM)
+
+
+@triton.constexpr_function
+def paired(dtype: Any, entries: int, dim: int, channels: int) -> bool:
+    """Does each word of a row hold two of its entries, as launches see to where they are even in number?"""
+    return dtype == tl.bfloat16 and entries > 1 and channels > 0 and dim % (2 * channels) == 0
 
 
 @triton.jit
@@ -156,16 +164,21 @@ def of_elements(
     o_table = table_rows(keys.o_n, table, TOKENS, rows, place, t, c)
     GROUPS: tl.constexpr = groups_of(side.PER, side.WORDS, CHANNELS)
     if GROUPS > 0:  # of whole words, which all classes share
-        o_c = tl.arange(0, GROUPS)
-        m = keys.m_n[:, None] & (o_c * CHANNELS < side.DIM)[None, :]
-        b_x = tl.load(table.p + o_table[:, None] + o_c[None, :] * table.d, mask=m, other=0.0).to(tl.float32)
+        if paired(table.p.dtype.element_ty, GROUPS, side.DIM, CHANNELS):
+            o_c = 2 * tl.arange(0, GROUPS // 2)
+            m = keys.m_n[:, None] & (o_c * CHANNELS < side.DIM)[None, :]
+            b_x = pairs_at(table, o_table[:, None] + o_c[None, :], m).reshape(c.BLOCK_N, GROUPS)
+        else:
+            o_c = tl.arange(0, GROUPS)
+            m = keys.m_n[:, None] & (o_c * CHANNELS < side.DIM)[None, :]
+            b_x = entries_at(table, o_table[:, None] + o_c[None, :] * table.d, m)
         b_x = tl.broadcast_to(b_x[:, :, None], [c.BLOCK_N, GROUPS, side.WORDS // GROUPS])
         b_x = b_x.reshape(c.BLOCK_N, side.WORDS)
     else:
         o_d = side.PER * tl.arange(0, side.WORDS) + CLASS
         o_c = o_d // CHANNELS if CHANNELS > 0 else o_d * 0
         m = keys.m_n[:, None] & (o_d < side.DIM)[None, :]
-        b_x = tl.load(table.p + o_table[:, None] + o_c[None, :] * table.d, mask=m, other=0.0).to(tl.float32)
+        b_x = entries_at(table, o_table[:, None] + o_c[None, :] * table.d, m)
     return b_x
 
 
@@ -184,11 +197,16 @@ def load_grouped(o_v, m_n, side, t, c):
 def of_groups(keys, table, TOKENS: tl.constexpr, side, rows, place, t, c):
     """The entry of every key and group of channels, [pairs of groups, keys, 1, 2]."""
     o_table = table_rows(keys.o_n, table, TOKENS, rows, place, t, c)
-    o_g = 2 * tl.arange(0, side.WORDS // 16)[:, None, None, None] + tl.arange(0, 2)[None, None, None, :]
-    m = keys.m_n[None, :, None, None]
-    if side.PER * side.WORDS > side.DIM:
+    o_g, m = 2 * tl.arange(0, side.WORDS // 16)[:, None], keys.m_n[None, :]
+    if paired(table.p.dtype.element_ty, side.WORDS // 8, side.DIM, side.CHANNELS):
         m = m & (o_g * side.CHANNELS < side.DIM)
-    return tl.load(table.p + o_table[None, :, None, None] + o_g * table.d, mask=m, other=0.0).to(tl.float32)
+        b_x = pairs_at(table, o_table[None, :] + o_g, m)[:, :, None, :]
+    else:
+        o_g, m = o_g[:, :, None, None] + tl.arange(0, 2)[None, None, None, :], m[:, :, None, None]
+        if side.PER * side.WORDS > side.DIM:
+            m = m & (o_g * side.CHANNELS < side.DIM)
+        b_x = entries_at(table, o_table[None, :, None, None] + o_g * table.d, m)
+    return b_x
 
 
 @triton.jit
@@ -295,9 +313,14 @@ def product_of_halves(b_x, b_w, CODES: tl.constexpr, PER: tl.constexpr, c):
 @triton.jit
 def of_channels(j_0, table, TOKENS: tl.constexpr, side, rows, place, t, c):
     """The entries of all channels for the block from key j_0 on, all of whose keys have the same."""
-    o_d = tl.arange(0, side.PER * side.WORDS)
     o_table = table_rows(j_0, table, TOKENS, rows, place, t, c)
-    return tl.load(table.p + o_table + o_d * table.d, mask=o_d < side.DIM, other=0.0).to(tl.float32)
+    if paired(table.p.dtype.element_ty, side.PER * side.WORDS, side.DIM, 1):
+        o_d = 2 * tl.arange(0, side.PER * side.WORDS // 2)
+        b_x = pairs_at(table, o_table + o_d, o_d < side.DIM).reshape(side.PER * side.WORDS)
+    else:
+        o_d = tl.arange(0, side.PER * side.WORDS)
+        b_x = entries_at(table, o_table + o_d * table.d, o_d < side.DIM)
+    return b_x
 
 
 @triton.jit

@@ -179,7 +179,9 @@ def refuses_products(spec: AttentionSpec, target: Target) -> str:
     eights = k is not None and k.compute == "fp8"
     values = (None, FP8_VALUES) if eights else (None,)
     if k is None or k.compute == "float" or k.dtype == "int4" or v not in values or k.tables != "float32":
-        wanted = "compute of k in 8 bits, with v decoded, or of fp8 with scales per head or tensor, in float32"
+        wanted = (
+            "compute of k in 8 bits, with v decoded, or of fp8 with scales per head or tensor, in float32"
+        )
         return f"codes: needs {wanted}; asked for {spec.codes}"
     if eights and target.arch in WITHOUT_FP8:
         return f"codes: no products of e4m3 on {target.name}"

@@ -119,7 +119,7 @@ def store_table(table, b_x, i_b, i_h, i_t, o_t, m_t, c):
 
 @triton.jit
 def rounded_up(x):
-    """What is positive, as the least bfloat16 that is no less."""
+    """The least bfloat16 that is no less, of what is positive."""
     bits = (x.to(tl.int32, bitcast=True) + 0xFFFF) & -0x10000
     return tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
 
