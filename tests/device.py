@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import wraps
 from typing import Any
 
@@ -142,6 +143,8 @@ class Trip:
         self.given: list[tuple[Tensor, Tensor]] = []
 
     def there(self, x: Any) -> Any:
+        if isinstance(x, QuantizedTensor) and x.requires_grad and torch.is_grad_enabled():
+            return replace(x.to(DEVICE), source=_There.apply(x.source, self))
         if isinstance(x, (Mask, QuantizedTensor)):
             return x.to(DEVICE)
         if isinstance(x, (list, tuple)) and any(isinstance(y, Tensor) for y in x):

@@ -8,15 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from polyflash import SpecError, attention, attention_paged, quantize, repeats, target
+from polyflash import SpecError, attention, attention_paged, quantize, repeats
 from polyflash.kvcache import KVCache
 from polyflash.quant import NAMED, QuantizedTensor, Scheme
 from polyflash.quant.tensor import dequantize
 from tests.api.test_repeats import nothing_known, planned, same, whole_way  # noqa: F401
 
 pytest.importorskip("numba")
-if target.host_arch() != "avx512":
-    pytest.skip("codes are read with AVX-512", allow_module_level=True)
 HEADS, KV_HEADS, DIM = 4, 2, 64
 READ = ("int8", "int4")
 
@@ -120,7 +118,7 @@ def test_schemes_are_part_of_what_is_known():
     assert repeats.of_codes(q, k, k, ())[0] != repeats.of_codes(q, twin, k, ())[0]
     q, k, v = coded("int4", 640)
     want = attention(q, k, v)
-    halves = Scheme(dtype="nf4", granularity="channel", tokens=64)
+    halves = NAMED["nf4"][0]
     other = replace(k, scheme=halves, shift=None)
     assert not torch.equal(attention(q, other, v), want)
     assert torch.equal(attention(q, other, v), whole_way(lambda: attention(q, other, v)))

@@ -73,7 +73,9 @@ def test_tables_of_16_bits_lie_anywhere(name: str):
     k, v = (quantize(x, scheme) for x, scheme in zip((k, v), NAMED[name], strict=True))
     want = run(q, k, v)
     for step in (1, 2):
-        found = run(q, scattered(k, step), scattered(v, step))
+        apart = scattered(k, step), scattered(v, step)
+        assert all(codes.in_words(x.scale).data_ptr() % 4 == 0 for x in apart)
+        found = run(q, *apart)
         assert torch.equal(found.out, want.out) and torch.equal(found.lse, want.lse)
 
 
@@ -189,6 +191,18 @@ def test_few_blocks_have_a_tile_of_their_own():
         invariant = replace(spec, features=spec.features | {Feature.BATCH_INVARIANT})
         chosen = configs.choose_decode(invariant, target)
         assert configs.short_coded(chosen, invariant, target) is None
+
+
+def test_a_tile_that_all_have_is_no_other_for_few_blocks():
+    """A launch's short one has none of its own, or there would be no end of them."""
+    q, k, v = qkv(1, 64, 64, torch.bfloat16)
+    pair = [quantize(x, s) for x, s in zip((k, v), SCHEMES["means"], strict=True)]
+    spec, target = polyflash.explain(q, *pair, backend="triton").spec, parse("cuda:sm90")
+    spec = replace(spec, codes=f"{pair[0].form},{pair[1].form}")
+    chosen = configs.choose_decode(spec, target)
+    assert (chosen.block_n, configs.short_coded(chosen, spec, target)) == (64, None)
+    about = {"spec": spec, "target": target, "prepared": None}
+    assert codes.Prepared(SimpleNamespace(config=chosen, **about)).short is None
 
 
 @pytest.mark.parametrize(("name", "most"), [("int8", 1024), ("int4", 1024), ("int8-channel", 8192)])

@@ -14,8 +14,8 @@ from polyflash.backends.metal.configs import check_memory, padded
 from polyflash.backends.metal.render import TYPES, Constants
 from polyflash.backends.metal.uniforms import Factors, Numbers, channels_of, factors_for, words
 from polyflash.quant.scheme import KINDS, codes_of
-from polyflash.spec import CODE_TABLES
 from polyflash.results import converted
+from polyflash.spec import CODE_TABLES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

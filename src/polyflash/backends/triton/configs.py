@@ -265,7 +265,8 @@ def short_coded(config: DecodeConfig, spec: AttentionSpec, target: Target) -> De
         return None
     block_n, warps, stages, *_ = tile
     block_n = min(block_n, config.block_n)
-    return replace(config, block_n=block_n, num_warps=warps, num_stages=stages, max_registers=0)
+    made = replace(config, block_n=block_n, num_warps=warps, num_stages=stages, max_registers=0)
+    return None if made == config else made  # which would have a short one of its own, and so on
 
 
 def _split_keys(spec: AttentionSpec, target: Target, rows: int, bytes_per_key: int = 0) -> int:
