@@ -68,11 +68,13 @@ def test_models_generate_from_pages_of_codes(quant: str, name: str, how: Any, ga
     """The tokens that the values of the same codes give: gathered, through transformers' own attention."""
     model = build(name, NAME)
     caches = [PagedCache.of(model, 1400, page_size=64, quant=quant) for _ in range(2)]
-    got = generate(name, NAME, past_key_values=caches[0], **how)
+    # Rows of padding see no key: of Gemma2 each attention makes others of them, which groups of tokens hold.
+    pads = "none" if (quant, name) == ("int4", "Gemma2") else "left"
+    got = generate(name, NAME, pads, past_key_values=caches[0], **how)
     assert not gathered and caches[0].cache.bytes_per_token < caches[0].cache.dtype.itemsize * sum(
         x.shape[2] * x.shape[3] * 2 for x in caches[0].cache.k_pages
     )
-    assert torch.equal(got, generate(name, RECIPES[name].peers[0], past_key_values=caches[1], **how))
+    assert torch.equal(got, generate(name, RECIPES[name].peers[0], pads, past_key_values=caches[1], **how))
     assert gathered
     for cache in caches:
         cache.reset()

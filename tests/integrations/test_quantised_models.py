@@ -31,9 +31,8 @@ def test_drift_of_both_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]
             assert 0 < drifts[kind, "int8", seed] < 0.05 and 0 < drifts[kind, "int8 products", seed] < 0.1
             assert drifts[kind, "int8", seed] < drifts[kind, "int4", seed] < 1
     printed = capsys.readouterr().out
-    assert "int4: " in printed and "codes: int4/64x1+64x1,int4/1x32+1x32, decoded" in " ".join(
-        printed.split()
-    )
+    codes = "int4/64x1+64x1:bfloat16,int4/1x32+1x32:bfloat16"
+    assert "int4: " in printed and f"codes: {codes}, decoded" in " ".join(printed.split())
 
 
 def test_wrong_words(capsys: pytest.CaptureFixture[str]) -> None:
