@@ -28,6 +28,7 @@ from polyflash.backends.triton.codes_tiles import (
     of_channels,
     of_class,
     of_groups,
+    of_keys,
     of_own_group,
     offsets_of_block,
     once,
@@ -53,7 +54,6 @@ from polyflash.backends.triton.places import (
     head_offsets,
     load_tile,
     load_turned,
-    of_keys,
     tile_rows,
     unravel,
 )

@@ -8,7 +8,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from polyflash.backends.triton.places import block_offsets, entries_at, pairs_at, table_rows
+from polyflash.backends.triton.places import block_offsets, table_rows
 from polyflash.backends.triton.products import product
 from polyflash.backends.triton.ptx import halves, multiply_add, unpacked, unpacked_bytes
 
@@ -140,6 +140,38 @@ def offsets_of_block(j_0, x, rows, place, t, c):
         o_x += tl.cast(place.first_k + j_0, tl.int64) * x.s
         o_x = o_x + tl.arange(0, c.BLOCK_N).to(tl.int64) * x.s
     return o_x, m_n
+
+
+@triton.jit
+def entries_at(table, o_x, m):
+    """Entries of a table, 0 where `m` says no. Those of 16 bits come in words of 32, which are copied to
+    shared memory ahead of their use: alone they would be waited for."""
+    if table.p.dtype.element_ty == tl.bfloat16:
+        b_even, b_odd = words_at(table, o_x, m)
+        b_x = tl.where((o_x & 1) == 0, b_even, b_odd)
+    else:
+        b_x = tl.load(table.p + o_x, mask=m, other=0.0)
+    return b_x
+
+
+@triton.jit
+def pairs_at(table, o_x, m):
+    """Entries of 16 bits at even offsets and those behind them, side by side."""
+    b_even, b_odd = words_at(table, o_x, m)
+    return tl.join(b_even, b_odd)
+
+
+@triton.jit
+def words_at(table, o_x, m):
+    """The two entries of words of 32 bits."""
+    b_w = tl.load(table.p.to(tl.pointer_type(tl.int32)) + (o_x >> 1), mask=m, other=0)
+    return (b_w << 16).to(tl.float32, bitcast=True), (b_w & -0x10000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def of_keys(keys, table, TOKENS: tl.constexpr, rows, place, t, c):
+    """The entry of each key of a block."""
+    return entries_at(table, table_rows(keys.o_n, table, TOKENS, rows, place, t, c), keys.m_n)
 
 
 @triton.jit
