@@ -71,9 +71,7 @@ def round_rows(t, n, c):
     b_top = tl.where(b_top < LEAST * TOP, 0.0, b_top)
     scale = tl.load(t.k_scale.p + i_b * t.k_scale.b + i_h // n.group * t.k_scale.h) * n.scale
     b_factor = b_top * (tl.abs(scale) / TOP)
-    # Divided exactly: 16-bit values often lie halfway between two codes.
-    b_step = tl.math.div_rn(tl.full(b_top.shape, TOP, tl.float32), tl.where(b_top == 0.0, TOP, b_top))
-    b_step = b_step * tl.where(scale < 0.0, -1.0, 1.0)
+    b_step = tl.where(scale < 0.0, -TOP, TOP) / tl.where(b_top == 0.0, TOP, b_top)
     b_step = tl.where(b_factor < LEAST, 0.0, b_step)
     b_step = tl.where(b_factor == b_factor, b_step, float("nan"))
     b_factor = tl.where(b_factor >= LEAST, b_factor, 1.0)
