@@ -225,6 +225,8 @@ def test_text_and_back():
         ({"tokens": 8}, "None"),
         ({"symmetric": False, "dtype": "fp8_e4m3"}, "zero point"),
         ({"symmetric": False, "smoothing": "mean"}, "zero point"),
+        ({"tables": "bfloat16", "smoothing": "mean"}, "exact in float32"),
+        ({"tables": "float16"}, "float32, bfloat16"),
         ({"dtype": "mxfp4"}, "32 channels"),
         ({"dtype": "nf4", "compute": "int8"}, "int8 and int4"),
         ({"compute": "fp8"}, "fp8_e4m3"),

@@ -20,8 +20,8 @@ range, errors have no mean that a sum over many keys would keep.
 
 The ends of an affine range lie an eighth of a step beyond the outermost codes: no error grows beyond half a
 step, and steps are smaller. All arithmetic is float32, divisions are divisions, rounding is to nearest even.
-A block of zeros, or of one value, has scale 0 and loses nothing. What is not finite makes its block NaN, and
-so does an affine range, or a scale, that its tables do not hold.
+A block of zeros, or of one value that its tables hold, has scale 0 and loses nothing. What is not finite
+makes its block NaN, and so does an affine range, or a scale, that its tables do not hold.
 
 Sources: Liu et al., KIVI (2024): K per channel, V per token; Zhang et al., SageAttention (2024): smoothing;
 Ashkboos et al., QuaRot (2024): rotation."""
@@ -81,7 +81,6 @@ def encode(x: Tensor, scheme: Scheme, lens: Tensor | None = None) -> tuple[Tenso
         lo, hi = _extremes(x, codes.scale, dead)
         middle = (kind.levels + 1) // 2
         scale = _divided(hi - lo, kind.levels + 0.25)
-        shift = lo + middle * scale + scale / 8
         if narrow:
             shift = (lo + (hi - lo) / 2 + _rounded_up(scale) / 2).bfloat16().float()
             for least in (_divided(shift - lo, middle + 0.5), _divided(hi - shift, middle - 0.5)):
@@ -92,6 +91,7 @@ def encode(x: Tensor, scheme: Scheme, lens: Tensor | None = None) -> tuple[Tenso
             size = (y.abs() - 0.5).round().clamp(0, middle - 1)
             code = torch.where(y < 0, -1 - size, size)
         else:
+            shift = lo + middle * scale + scale / 8
             steps = (x - spread(lo, codes.scale, x.shape)) / spread(scale, codes.scale, x.shape) - 0.125
             code = torch.nan_to_num(steps).round().clamp(0, kind.levels) - middle
         return _stored(code, scheme.dtype, dead), scale.to(tables), shift.to(tables)

@@ -223,10 +223,10 @@ class Scheme:
 
 SMOOTHED_TOKENS = 64
 
-# Schemes by name, for K and for V: what caches and the command line offer.
 _KEYS: dict[str, Any] = {"granularity": "channel", "tokens": 64, "tables": "bfloat16"}
-_VALUES: dict[str, Any] = {"granularity": "token", "channels": 32, "tables": "bfloat16"}
+_VALUES: dict[str, Any] = {"granularity": "token", "channels": MX_CHANNELS, "tables": "bfloat16"}
 _STEPS: dict[str, Any] = {"dtype": "int4", "symmetric": False}
+# Schemes by name, for K and for V: what caches and the command line offer.
 NAMED = {
     "int8": (Scheme(), Scheme()),
     "int8-smooth": (Scheme(smoothing="mean"), Scheme()),

@@ -245,7 +245,6 @@ def encode_block(t, n, c):
         scale = tl.math.div_rn(hi - lo, tl.full(hi.shape, c.MOST + 0.25, tl.float32))
         MIDDLE: tl.constexpr = (c.MOST + 1) // 2
         # By powers of two: whether a product is rounded before its sum makes no difference.
-        shift = lo + scale * MIDDLE + scale * 0.125
         if c.NARROW:
             shift = lo + (hi - lo) * 0.5 + rounded_up(scale) * 0.5
             shift = shift.to(tl.bfloat16).to(tl.float32)
@@ -258,6 +257,7 @@ def encode_block(t, n, c):
             b_size = (tl.minimum(tl.maximum(tl.abs(b_y) - 0.5, 0.0), MIDDLE - 1.0) + _MAGIC) - _MAGIC
             b_y = tl.where(b_y < 0, -1.0 - b_size, b_size)
         else:
+            shift = lo + scale * MIDDLE + scale * 0.125
             b_y = tl.math.div_rn(b_x - spread(lo, c), spread(scale, c)) - 0.125
             b_y = tl.minimum(tl.maximum(tl.where(b_y == b_y, b_y, 0.0), 0.0), c.MOST * 1.0)
             b_y = (b_y + _MAGIC) - _MAGIC - MIDDLE
