@@ -357,12 +357,6 @@ def test_public_calls_say_that_codes_are_read_in_the_walk():
         ({"seqlen_q": 9}, "up to 8 rows"),
         ({"head_dim": 320}, "up to 256"),
         ({"codes": "int8/1x0,-"}, "both"),
-        ({"codes": "fp8_e4m3/1x0,int8/1x0"}, "both of int8 or int4"),
-        ({"codes": "int8/1x32,int8/1x0"}, "scales of K"),
-        ({"codes": "int8/8x1,int8/1x0"}, "16 tokens"),
-        ({"codes": "int8/0x1,int8/1x0", "page_size": 8}, "16 tokens"),
-        ({"codes": "int8/1x0,int8/64x1"}, "scales of V"),
-        ({"codes": "int8/1x0,int8/1x0+0x1"}, "scales of V"),
     ),
 )
 def test_words_of_what_is_left_to_be_decoded_first(change, words):

@@ -383,17 +383,17 @@ class DecodeTile(AddressLists, Turns):
     @stage
     def store_row(self, e: Emitter, o, stats, dst, channels) -> None:
         """O / divisor of one row, narrowed; a row that sees no key is 0."""
-        b, row = e.b, e.pointer(dst)
-        divisor = e.load(e.pointer(stats), e.bytes)
-        empty = b.fcmp_ordered("==", divisor, e.floats(0))
-        inverse = b.fdiv(e.floats(1), divisor)
+        row, divided = e.pointer(dst), self._divided(e, stats)
 
         def step(at: Value, p: list[Value], mask: Value | None, units: int) -> list[Value]:
-            x = [
-                b.select(empty, e.floats(0), b.fmul(e.load(p[0], c * e.bytes), inverse))
-                for c in range(self.parts)
-            ]
+            x = [divided(e.load(p[0], c * e.bytes)) for c in range(self.parts)]
             e.store(self._narrow(e, x), row, at, mask)
             return [e.at(p[0], self.rows * self.parts * e.bytes)]
 
         self._units(e, channels, [e.pointer(o)], step)
+
+    def _divided(self, e: Emitter, stats: Value) -> Callable[[Value], Value]:
+        b, divisor = e.b, e.load(e.pointer(stats), e.bytes)
+        empty = b.fcmp_ordered("==", divisor, e.floats(0))
+        inverse = b.fdiv(e.floats(1), divisor)
+        return lambda x: b.select(empty, e.floats(0), b.fmul(x, inverse))

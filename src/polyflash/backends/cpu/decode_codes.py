@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from polyflash.backends.cpu import configs
-from polyflash.backends.cpu.decode_codes_configs import CodesKey
+from polyflash.backends.cpu.decode_codes_configs import CodesKey, FloatsKey
 from polyflash.backends.cpu.intrinsics import greatest, least, load_i32, quotient, word
 from polyflash.backends.cpu.structs import Blocks
 from polyflash.backends.cpu.words import DECODE, K_BATCH, V_BATCH
@@ -20,6 +20,7 @@ device = Blocks(DECODE).device
 
 BEYOND = 1 << 40  # more keys than there are
 KEYS_AHEAD = 512  # of one head, whose scales and shifts are prefetched
+KEYS_TOGETHER = 32  # whose weighted values are summed in registers
 
 
 def walk(key: CodesKey, stage: Any, list_rows: Any) -> Any:
@@ -28,14 +29,15 @@ def walk(key: CodesKey, stage: Any, list_rows: Any) -> Any:
     ROWS, KEYS, STEP, VECTOR = key.rows, key.lanes // key.rows, configs.STEP, key.lanes * 4
     LANES, MINUS_INF, ONE = key.lanes, 0xFF800000, 0x3F800000
     BYTES, JOINED, TWICE = key.bytes, key.joined, key.bytes or key.split
-    KEY_SCALES = key.k.scale.channels == 0
+    KEY_SCALES = key.k.scale.channels != 1
     K_TOKENS, V_TOKENS = key.k.scale.tokens, key.v.scale.tokens
     SHIFT_TOKENS = 0 if key.k.shift is None else key.k.shift.tokens
     CHANNEL_SCALES, SHIFTED, V_SHIFTED = not KEY_SCALES, key.k.shift is not None, key.v.shift is not None
+    FLOATS, KEY_WIDTH = isinstance(key, FloatsKey), key.key_groups  # scales of a key
     RUN, LENT, FOLDED = key.run, key.lent, CHANNEL_SCALES or SHIFTED
     WIDTH = key.live_groups  # of V, scales of a key
 
-    entry_at = _entries()
+    entry_at = entries()
     copy_keys, copy_values = (_copying(stage, entry_at, codes) for codes in (key.k, key.v))
 
     @device
@@ -67,15 +69,15 @@ def walk(key: CodesKey, stage: Any, list_rows: Any) -> Any:
         elif args.page_table != 0:
             run = args.page_size
         if KEY_SCALES:
-            at = tile.stage + (first - begin) * 4
-            copy_keys(tile, K_SCALE, K_TOKENS, at, first, last, i_h, 1, ahead)
+            at = tile.stage + (first - begin) * KEY_WIDTH * 4
+            copy_keys(tile, K_SCALE, K_TOKENS, at, first, last, i_h, KEY_WIDTH, ahead)
         while j < last:
             end = least(last, (quotient(j, run) + 1) * run) if run < BEYOND else last
             if FOLDED:
                 fold(tile, q, q, j, i_h, ahead)
             at = j // STEP * STEP
             vectors, far = ((end + STEP - 1) // STEP * STEP - at) // KEYS, (at - begin) * 8
-            s_at, scales = s + (at - begin) * ROWS * 4, tile.stage + (at - begin) * 4
+            s_at, scales = s + (at - begin) * ROWS * 4, tile.stage + (at - begin) * KEY_WIDTH * 4
             keys, values = (k_rows + far, q, s_at, top, vectors), v_later + far * LENT // STEP
             seen, change = (tile.limits, at), (args.score_factor, args.score_cap)
             stage.scores_of_codes(*keys, *seen, *change, scales, later + far, values)
@@ -84,7 +86,8 @@ def walk(key: CodesKey, stage: Any, list_rows: Any) -> Any:
     @device
     def copy_scales(tile, first, last, begin, i_h, ahead):
         """Copies V's scales and shifts of a block; returns where its first are, and bytes between both."""
-        scales, size = tile.stage + tile.args.block_n * 4, tile.args.block_n * WIDTH * 4
+        block_n = tile.args.block_n
+        scales, size = tile.stage + block_n * KEY_WIDTH * 4, block_n * WIDTH * 4
         at = scales + (first - begin) * WIDTH * 4
         copy_values(tile, V_SCALE, V_TOKENS, at, first, last, i_h, WIDTH, ahead)
         if V_SHIFTED:
@@ -92,6 +95,7 @@ def walk(key: CodesKey, stage: Any, list_rows: Any) -> Any:
         return scales, size
 
     weigh_block = _weighing(key, stage, copy_scales)
+    add_values = _adding(key, stage) if FLOATS else None
 
     @device
     def attend_split(tile, k, v, key_lo, key_hi, all_lo, all_hi, state, heads, ready, beyond):
@@ -129,8 +133,11 @@ def walk(key: CodesKey, stage: Any, list_rows: Any) -> Any:
                 score_block(tile, q, first, last, begin, i_h, own_k, later_k, block, own_v + unasked, ahead)
                 others = weigh_block(tile, block, first, last, begin, vectors, i_h, stats, later_v, ahead)
                 o, sums, count = stats + 2 * VECTOR, block + 2 * VECTOR, (end - begin) // JOINED
-                later_v += vectors * 8 if BYTES else 0
-                stage.accumulate_codes(own_v, tile.p, o, block, sums, count, later_v)
+                if FLOATS:
+                    add_values(tile, own_v, o, block, vectors, later_v, all_lo < all_hi)
+                else:
+                    later_v += vectors * 8 if BYTES else 0
+                    stage.accumulate_codes(own_v, tile.p, o, block, sums, count, later_v)
                 if TWICE and others != 0:
                     stage.weigh_others(tile.addresses, tile.p, sums, vectors)
                     stage.fill(block, 1, ONE)
@@ -146,7 +153,7 @@ def _weighing(key: CodesKey, stage: Any, copy_scales: Any) -> Any:
     """A device function of 10 arguments that makes the scores of a block weights of its codes; it returns
     whether it leaves others: of the other sign, if weights are bytes, or parts of steps. Bytes prefetch rows
     of V that are read `later`."""
-    VECTOR, BYTES, SPLIT = key.lanes * 4, key.bytes, int(key.split)
+    VECTOR, BYTES, SPLIT, FLOATS = key.lanes * 4, key.bytes, int(key.split), isinstance(key, FloatsKey)
 
     @device
     def weigh_block(tile, block, first, last, begin, vectors, i_h, stats, later, ahead):
@@ -157,13 +164,38 @@ def _weighing(key: CodesKey, stage: Any, copy_scales: Any) -> Any:
             shifts = scales + size
             return stage.weigh_scores(s, held, p, sums, vectors, scales, shifts, block, stats, scale, later)
         stage.online_softmax(s, vectors, block, stats, scale)
+        if FLOATS:
+            return 0
         stage.weigh_codes(s, held, p, sums, vectors, scales, scales + size)
         return SPLIT
 
     return weigh_block
 
 
-def _entries() -> Any:
+def _adding(key: CodesKey, stage: Any) -> Any:
+    """A device function of 7 arguments that adds the weighted values of a block to O, some keys at a time, as
+    longer sums round more often. Unless all is `seen` by all rows, every weight is looked at."""
+    KEYS, ROWS, WIDTH = key.lanes // key.rows, key.rows, key.live_groups
+    KEY_WIDTH, TOGETHER, ONE = key.key_groups, KEYS_TOGETHER * key.rows // key.lanes, 0x3F800000
+
+    @device
+    def add_values(tile, v_rows, o, alpha, vectors, later, seen):
+        weights, scales = tile.s, tile.stage + tile.args.block_n * KEY_WIDTH * 4
+        while vectors > 0:
+            some = least(vectors, TOGETHER)
+            if seen:
+                stage.accumulate_values(v_rows, weights, scales, o, alpha, some, later)
+            else:
+                stage.accumulate_seen_values(v_rows, weights, scales, o, alpha, some, later)
+            stage.fill(alpha, 1, ONE)
+            keys, vectors = some * KEYS, vectors - some
+            v_rows, later = v_rows + keys * 8, later + keys * 8
+            weights, scales = weights + keys * ROWS * 4, scales + keys * WIDTH * 4
+
+    return add_values
+
+
+def entries() -> Any:
     """A device function of 5 arguments, over tables of scales or shifts."""
 
     @device

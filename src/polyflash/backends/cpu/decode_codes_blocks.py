@@ -64,15 +64,15 @@ class CodesTile(Integers):
         together = 4 * self.fours // self.keys if self.key.by_fours else 1  # vectors of scores
         sums_of = self._sums_by_fours if self.key.by_fours else self._sums_by_key(e)
         keys = together * self.keys
-        lent = self.key.lent * keys // STEP
+        lent, width_of_scales = self.key.lent * keys // STEP, 4 * self.key.key_groups
 
         def group(i: Value, values: list[Value]) -> list[Value]:
             p_rows, p_s, largest, at, p_later, p_scales, p_values = values
             for n in range(lent):
                 row = e.pointer(e.load(p_values, 8 * n, I64))
                 self._ask(e, row, self.key.v, self.key.head_dim_v)
-            made = sums_of(e, p_rows, p_later, planes)
-            made = [score(*x, e.at(p_scales, j * self.keys * 4)) for j, x in enumerate(made)]
+            made = sums_of(e, p_rows, p_later, planes, p_scales)
+            made = [score(*x, e.at(p_scales, j * self.keys * width_of_scales)) for j, x in enumerate(made)]
             ids = [b.add(at, e.ints(j * self.keys)) for j in range(together)]
 
             def masked(x: list[Value]) -> list[Value]:
@@ -83,7 +83,7 @@ class CodesTile(Integers):
                 largest = e.maximum(x, largest)
             at, p_s = b.add(at, e.ints(keys)), e.at(p_s, together * e.bytes)
             p_rows, p_later, p_scales = (
-                e.at(p, keys * n) for p, n in ((p_rows, 8), (p_later, 8), (p_scales, 4))
+                e.at(p, keys * n) for p, n in ((p_rows, 8), (p_later, 8), (p_scales, width_of_scales))
             )
             return [p_rows, p_s, largest, at, p_later, p_scales, e.at(p_values, lent * 8)]
 
@@ -109,27 +109,32 @@ class CodesTile(Integers):
         return score
 
     def _sums_by_key(self, e: Emitter) -> Callable[..., list[list[Value]]]:
-        """Make what gives the integers of a vector of scores, key by key: by steps of Q, and by parts."""
-        sets = 1 + self.key.split
-        p_sums = e.b.alloca(e.vi, size=self.lanes * sets) if self.rows == 1 else None
+        """Make what gives the sums of a vector of scores, key by key: by steps of Q, and by parts."""
+        sets, kind, width = 1 + self.key.split, self._sums(e), 4 * self.key.key_groups
+        p_sums = e.b.alloca(kind, size=self.lanes * sets) if self.rows == 1 else None
 
-        def sums_of(e: Emitter, p_rows: Value, p_later: Value, planes: Value) -> list[list[Value]]:
+        def sums_of(
+            e: Emitter, p_rows: Value, p_later: Value, planes: Value, p_scales: Value
+        ) -> list[list[Value]]:
             sums: list[Value] = []
             if self.rows == 1:
-                places = (p_rows, 8), (p_later, 8), (p_sums, sets * e.bytes)
-                with e.walk(self.keys, *places, rolled=True) as (*listed, p_sum):
+                places = (p_rows, 8), (p_later, 8), (p_sums, sets * e.bytes), (p_scales, width)
+                with e.walk(self.keys, *places, rolled=True) as (*listed, p_sum, scales):
                     row, next_row = (e.pointer(e.load(x, 0, I64)) for x in listed)
                     self._ask(e, next_row, self.key.k, self.key.head_dim)
-                    for i, x in enumerate(self._products(e, row, planes)):
+                    for i, x in enumerate(self._products(e, row, planes, scales)):
                         e.store(x, p_sum, i * e.bytes)
-                sums = [e.load(p_sums, n * e.bytes, e.vi) for n in range(self.lanes * sets)]
+                sums = [e.load(p_sums, n * e.bytes, kind) for n in range(self.lanes * sets)]
             for j in range(self.keys if self.rows > 1 else 0):
                 row, next_row = (e.pointer(e.load(p, 8 * j, I64)) for p in (p_rows, p_later))
                 self._ask(e, next_row, self.key.k, self.key.head_dim)
-                sums += self._products(e, row, planes)
+                sums += self._products(e, row, planes, e.at(p_scales, j * width))
             return [[sums_of_lanes(e, self._of_set(sums, i)) for i in range(sets)]]
 
         return sums_of
+
+    def _sums(self, e: Emitter) -> ir.Type:
+        return e.vi
 
     def _of_set(self, sums: list[Value], i: int) -> list[Value]:
         """Those of `_products` of some keys, by whole steps of Q or by parts."""
@@ -137,7 +142,7 @@ class CodesTile(Integers):
         return [x for n, x in enumerate(sums) if n % each // self.rows == i]
 
     def _sums_by_fours(
-        self, e: Emitter, p_rows: Value, p_later: Value, planes: Value
+        self, e: Emitter, p_rows: Value, p_later: Value, planes: Value, p_scales: Value
     ) -> list[tuple[Value, ...]]:
         """`_of_fours` by whole steps of Q, and by parts."""
         sets = [
@@ -200,7 +205,7 @@ class CodesTile(Integers):
         x = e.load(p, 0, ir.VectorType(F32, self.keys * groups))
         return e.shuffle(x, x, [lane // self.rows * groups + group for lane in range(self.lanes)])
 
-    def _products(self, e: Emitter, row: Value, planes: Value) -> list[Value]:
+    def _products(self, e: Emitter, row: Value, planes: Value, scales: Value) -> list[Value]:
         """A vector of partial sums of one key for every row of Q; then those by parts of a step."""
         codes, step, sets = self.key.k, self._step(self.key.k), range(1 + self.key.split)
         sums: list[Value] = [e.ints(0)] * (self.rows * len(sets))

@@ -8,8 +8,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import ClassVar
 
-from polyflash.backends.cpu import configs
+from polyflash.backends.cpu import configs, decode_configs
 from polyflash.backends.cpu.configs import ISAS, LINE, STEP, STORAGE_BYTES, Scratch
 from polyflash.backends.cpu.decode_configs import MOST_HEADS, MOST_ROWS, DecodeConfig, DecodeKey
 from polyflash.quant.scheme import KINDS, Codes, codes_of, per_word, text_of
@@ -24,9 +25,10 @@ BLOCK_CHANNELS = 32  # of V that share a scale, unless all do: whole 128-bit lan
 
 
 @dataclass(frozen=True, slots=True)
-class CodesKey(DecodeKey):
+class CodedKey(DecodeKey):
     """The key of a kernel whose K and V are the codes that `codes` names; `storage` is that of q and out."""
 
+    kind: ClassVar[str] = "decode"
     head_dim: int
     head_dim_v: int
     codes: str
@@ -34,7 +36,7 @@ class CodesKey(DecodeKey):
     @property
     def name(self) -> str:
         dims = f"r{self.rows}_d{self.head_dim}_{self.head_dim_v}"
-        return re.sub(r"\W", "_", f"decode_{self.isa}_{self.storage}_{dims}_{self.codes}")
+        return re.sub(r"\W", "_", f"{self.kind}_{self.isa}_{self.storage}_{dims}_{self.codes}")
 
     @property
     def k(self) -> Codes:
@@ -45,16 +47,38 @@ class CodesKey(DecodeKey):
         return _both(self.codes)[1]
 
     @property
+    def by_turns(self) -> bool:
+        return False
+
+
+class DecodedKey(CodedKey):
+    """Codes are decoded into float32, a block of keys at a time."""
+
+    __slots__ = ()
+    kind: ClassVar[str] = "decode_rows"
+
+    @property
+    def walked(self) -> DecodeKey:
+        """The key of a kernel over the rows that they become."""
+        return DecodeKey(self.isa, "f32", "float32", self.rows)
+
+    @property
+    def unit(self) -> int:
+        return self.walked.unit
+
+
+class CodesKey(CodedKey):
+    """Codes meet q and the weights as integers."""
+
+    __slots__ = ()
+
+    @property
     def unit(self) -> int:
         """Channels of a vector of codes of V."""
         return self.unit_of(self.v)
 
     def unit_of(self, codes: Codes) -> int:
         return 2 * self.lanes * per_word(codes)
-
-    @property
-    def by_turns(self) -> bool:
-        return False
 
     @property
     def bytes(self) -> bool:
@@ -99,6 +123,11 @@ class CodesKey(DecodeKey):
         return self.rows >= 4
 
     @property
+    def key_groups(self) -> int:
+        """Scales of a key of K, if it has any of its own."""
+        return 1
+
+    @property
     def run(self) -> int:
         """Keys that share what is folded into Q; 0: those of a page, or all."""
         tables = [block.tokens for block in (self.k.scale, self.k.shift) if block and block.channels == 1]
@@ -129,24 +158,58 @@ class CodesKey(DecodeKey):
         return 3 if KINDS[self.v.dtype].bits == 4 and not self.bytes else 4
 
 
+class FloatsKey(CodesKey):
+    """Codes become float32 in registers."""
+
+    __slots__ = ()
+
+    @property
+    def split(self) -> bool:
+        return False
+
+    @property
+    def by_fours(self) -> bool:
+        return False
+
+    @property
+    def joined(self) -> int:
+        return 1
+
+    @property
+    def finer(self) -> int:
+        return self.planes
+
+    @property
+    def key_groups(self) -> int:
+        channels = self.k.scale.channels
+        return -(-self.head_dim // channels) if channels > 1 else 1
+
+
 def _both(codes: str) -> tuple[Codes, Codes]:
     """Parse K's and V's; a call in which one is none is refused."""
     return codes_of(codes)  # type: ignore[return-value]
 
 
-def key_for(config: DecodeConfig, spec: AttentionSpec, rows: int) -> CodesKey:
+def key_for(config: DecodeConfig, spec: AttentionSpec, rows: int) -> CodesKey | DecodedKey:
     """The kernel for tiles of `rows` rows, or of as many as one tile holds."""
-    held = min(max(1, rows), MOST_ROWS[config.isa], ISAS[config.isa].lanes // 2)  # a vector has two keys
-    rows = 1 << (held - 1).bit_length()
+    kind, most = _kind_of(spec), MOST_ROWS[config.isa]
+    if kind is CodesKey:
+        most = min(most, ISAS[config.isa].lanes // 2)  # a vector has two keys
+    rows = 1 << (min(max(1, rows), most) - 1).bit_length()
     codes = spec.codes
-    if config.compute != "int8dot" or rows == 1:  # which waits for memory: bytes gained nothing
+    if config.compute != "int8dot" or rows == 1 or kind is not CodesKey:
+        # One row waits for memory: bytes gained nothing.
         codes = text_of(*(x and x._replace(compute="float") for x in codes_of(codes)))
-    return CodesKey(config.isa, "f32", spec.dtype, rows, spec.head_dim, spec.head_dim_v, codes)
+    return kind(config.isa, "f32", spec.dtype, rows, spec.head_dim, spec.head_dim_v, codes)
 
 
 def note(config: DecodeConfig, spec: AttentionSpec) -> str:
     """Words of a plan about the products of codes."""
     key = key_for(config, spec, spec.group * spec.seqlen_q)
+    if isinstance(key, DecodedKey):
+        return f"kernel {key.name}: codes become float32 as they are read, a block of keys at a time"
+    if isinstance(key, FloatsKey):
+        return f"kernel {key.name}: codes become float32 in registers"
     how = "16 bits: q or the weights are rounded to 32767ths of their largest"
     if key.split:
         how = "16 bits, twice: what is left of q and of the weights is rounded to parts of a 32767th"
@@ -159,10 +222,12 @@ def note(config: DecodeConfig, spec: AttentionSpec) -> str:
 
 
 @lru_cache(maxsize=256)
-def scratch(key: CodesKey, block_n: int) -> Scratch:
-    """The layout for one tile. `stage` holds the scales of keys, then scales and shifts of V by groups of
-    channels; `addresses` weights as floats, `p` as integers, `block` alpha and, from its third vector on, the
-    steps of weights and what is added."""
+def scratch(key: CodesKey | DecodedKey, block_n: int) -> Scratch:
+    """The layout for one tile; of rows that are decoded, that of float32. `stage` holds the scales of keys,
+    then scales and shifts of V by groups of channels; `addresses` weights as floats, `p` as integers, `block`
+    alpha and, from its third vector on, the steps of weights and what is added."""
+    if isinstance(key, DecodedKey):
+        return decode_configs.scratch(key.walked, key.head_dim, key.head_dim_v, block_n)
     groups, live, vector = key.value_groups, key.live_groups, key.lanes * 4
     row = max(key.head_dim, key.head_dim_v) * max(4, STORAGE_BYTES[key.storage]) + LINE
     sizes = dict.fromkeys(Scratch._fields[:-1], 0) | {
@@ -172,7 +237,7 @@ def scratch(key: CodesKey, block_n: int) -> Scratch:
         "v": 2 * (block_n + key.lanes) * 8,
         "s": block_n * key.rows * 4,
         "p": groups * block_n * key.rows * 2,
-        "stage": (1 + 2 * live) * block_n * 4,
+        "stage": (key.key_groups + 2 * live) * block_n * 4,
         "stats": 2 * vector,
         "limits": 2 * vector,
         "block": (2 + key.value_stats * live) * vector,
@@ -188,31 +253,37 @@ def refuses(spec: AttentionSpec, target: Target) -> str:
     """Why no kernel reads the codes of a call in its walk; "" if one does, or if there are none."""
     if not spec.codes:
         return ""
-    k, v = codes_of(spec.codes)
-    if k is None or v is None or {k.dtype, v.dtype} - set(READ):
-        return f"codes: K and V both of {' or '.join(READ)}, got {spec.codes}"
+    if None in codes_of(spec.codes):
+        return f"codes: of both K and V, got {spec.codes}"
     if (rows := spec.group * spec.seqlen_q) > DECODE_ROWS:
         return f"codes: up to {DECODE_ROWS} rows of a kv head, asked for {rows}"
     if max(spec.head_dim, spec.head_dim_v) > MOST_CHANNELS:
         return f"codes: head_dim up to {MOST_CHANNELS}"
-    return _why_not_keys(k, spec.page_size) or _why_not_values(v)
+    return ""
 
 
-def _why_not_keys(k: Codes, page_size: int) -> str:
+def _kind_of(spec: AttentionSpec) -> type[CodesKey] | type[DecodedKey]:
+    """How the codes of a call are read: in registers as integers or floats, by scales that the products or
+    the weights take; of any others rows are decoded first."""
+    k, v = _both(spec.codes)
+    ints, floats = (all((x.dtype in READ) is wanted for x in (k, v)) for wanted in (True, False))
+
+    def of_tokens(x: Codes) -> bool:
+        block = x.scale.channels == BLOCK_CHANNELS and (ints or KINDS[x.dtype].bits == 4)
+        return x.scale.tokens <= 1 and (x.scale.channels == 0 or block)
+
+    known = _is_of_scores(k, spec.page_size) or (floats and of_tokens(k) and k.shift is None)
+    if not (known and of_tokens(v) and (v.shift is None or (ints and v.shift == v.scale))):
+        return DecodedKey
+    return CodesKey if ints else FloatsKey if floats else DecodedKey
+
+
+def _is_of_scores(k: Codes, page_size: int) -> bool:
+    """Are scales of K per token, or per channel of STEP tokens or more, and shifts per channel?"""
     tables = [block for block in (k.scale, k.shift) if block is not None and block.channels == 1]
     tokens = [block.tokens or page_size for block in tables]
     runs = [n for n in tokens if n]
     token_scale = k.scale.channels == 0 and k.scale.tokens <= 1
-    known = token_scale or k.scale.channels == 1
     aligned = all(n % STEP == 0 and n % min(runs) == 0 for n in runs)
-    if known and aligned and (k.shift is None or k.shift.channels == 1):
-        return ""
-    return (
-        f"codes: scales of K per token or per channel of {STEP} tokens or more, shifts per channel, got {k}"
-    )
-
-
-def _why_not_values(v: Codes) -> str:
-    if v.scale.tokens <= 1 and v.scale.channels in (0, BLOCK_CHANNELS) and v.shift in (None, v.scale):
-        return ""
-    return f"codes: scales of V per token or {BLOCK_CHANNELS} of its channels, shifts of the same, got {v}"
+    known = token_scale or k.scale.channels == 1
+    return known and aligned and (k.shift is None or k.shift.channels == 1)

@@ -53,8 +53,13 @@ class Integers(DecodeTile):
         if size >= e.bytes:
             return e.load(e.at(row, unit * e.bytes), 0, self.words)
         kind = ir.VectorType(I8, e.bytes)
-        mask = ir.Constant(ir.VectorType(ir.IntType(1), e.bytes), [n < size for n in range(e.bytes)])
-        return e.b.bitcast(e.load(row, unit * e.bytes, kind, mask), self.words)
+        if e.isa == "avx512":
+            mask = ir.Constant(ir.VectorType(ir.IntType(1), e.bytes), [n < size for n in range(e.bytes)])
+            x = e.load(row, unit * e.bytes, kind, mask)
+        else:  # has no such mask
+            x = e.load(row, unit * e.bytes, ir.VectorType(I8, size))
+            x = e.shuffle(x, ir.Constant(x.type, None), (min(n, size) for n in range(e.bytes)))
+        return e.b.bitcast(x, self.words)
 
     def _part(self, e: Emitter, x: Value, codes: Codes, n: int) -> Value:
         """The n-th code of every word as a 16-bit integer, more than its value by its middle."""
@@ -127,30 +132,13 @@ class Integers(DecodeTile):
     def fold_query(self, e: Emitter, floats, q, scale, shift, later_scale, later_shift) -> None:
         """At `q` the rows of Q as integers, times the scales of channels at `scale`, and their product with
         the shifts; tables that K has not are not read. The later ones are prefetched."""
-        b, key, rows, source = e.b, self.key, range(self.rows), e.pointer(floats)
-        tile, channels = e.pointer(q), range(0, key.query_row // 4, self.lanes)
-        scaled, moved = key.k.scale.channels > 0, key.k.shift is not None
-        table_bytes, table_kind = (4, e.vf) if key.k.tables == "float32" else (2, e.vh)
-        for table in [later_scale] * scaled + [later_shift] * moved:
-            for first in channels[:: max(1, LINE // (self.lanes * table_bytes))]:
-                e.prefetch(e.at(e.pointer(table), first * table_bytes), PREFETCH_LEVEL)
-
-        def entries(table: Value, first: int) -> Value:
-            there = ir.Constant(e.vbits, [first + m < key.head_dim for m in range(self.lanes)])
-            return e.widen(e.load(e.pointer(table), first * table_bytes, table_kind, there), key.k.tables)
-
-        def value(r: int, first: int, factor: Value | None) -> Value:
-            x = e.load(source, r * key.query_row + first * 4)
-            return x if factor is None else b.fmul(x, factor)
-
-        tops, totals = [e.ints(0)] * self.rows, [e.floats(0)] * self.rows
+        b, key, rows, tile = e.b, self.key, range(self.rows), e.pointer(q)
+        channels = range(0, key.query_row // 4, self.lanes)
+        value, total = self._folding(e, floats, (scale, shift), (later_scale, later_shift))
+        tops, totals = [e.ints(0)] * self.rows, [total(r) for r in rows]
         for first in channels:
-            factor = entries(scale, first) if scaled else None
-            added = entries(shift, first) if moved else None
             for r in rows:
-                tops[r] = e.smax(tops[r], self._bits_of_size(e, value(r, first, factor)))
-                if added is not None:
-                    totals[r] = e.fma(value(r, first, None), added, totals[r])
+                tops[r] = e.smax(tops[r], self._bits_of_size(e, value(r, first)))
         plain = key.k.scale.channels == 0 and not key.bytes
         unit, inverse = self._steps(e, self._of_rows(e, tops, e.smax), self.most, power=plain)
         sums, finer, per = [e.ints(0)] * self.rows, [e.ints(0)] * self.rows, 2 * per_word(key.k)
@@ -159,7 +147,7 @@ class Integers(DecodeTile):
             for r in rows:
                 whole, rest = [], []
                 for first in channels[u : u + per]:
-                    x = value(r, first, entries(scale, first) if scaled else None)
+                    x = value(r, first)
                     whole.append(self._rounded(e, x, steps[r]))
                     if key.split:
                         left = self._left(e, x, whole[-1], units[r])
@@ -173,6 +161,35 @@ class Integers(DecodeTile):
         more = [self._of_rows(e, [b.mul(x, middle) for x in y], b.add) for y in (sums, finer)]
         for i, x in enumerate((unit, self._of_rows(e, totals, b.fadd), *more[: 1 + key.split])):
             e.store(x, tile, key.query_stats + i * e.bytes)
+
+    def _folding(self, e: Emitter, floats: Value, tables: Any, later: Any) -> tuple[Any, Any]:
+        """Make what gives a vector of row r of Q, times K's scales if they are those of channels, and what
+        gives a row's products with the shifts, lane by lane. The later tables are prefetched."""
+        key, source, channels = self.key, e.pointer(floats), range(0, self.key.query_row // 4, self.lanes)
+        scaled, moved = key.k.scale.channels == 1, key.k.shift is not None
+        size, kind = (4, e.vf) if key.k.tables == "float32" else (2, e.vh)
+        for table in [later[0]] * scaled + [later[1]] * moved:
+            for first in channels[:: max(1, LINE // (self.lanes * size))]:
+                e.prefetch(e.at(e.pointer(table), first * size), PREFETCH_LEVEL)
+
+        def entries(table: Value, first: int) -> Value:
+            there = ir.Constant(e.vbits, [first + m < key.head_dim for m in range(self.lanes)])
+            return e.widen(e.load(e.pointer(table), first * size, kind, there), key.k.tables)
+
+        def plain(r: int, first: int) -> Value:
+            return e.load(source, r * key.query_row + first * 4)
+
+        def value(r: int, first: int) -> Value:
+            x = plain(r, first)
+            return e.b.fmul(x, entries(tables[0], first)) if scaled else x
+
+        def total(r: int) -> Value:
+            x = e.floats(0)
+            for first in channels if moved else ():
+                x = e.fma(plain(r, first), entries(tables[1], first), x)
+            return x
+
+        return value, total
 
     def _of_rows(self, e: Emitter, x: list[Value], combine: Any) -> Value:
         """One vector of those of all rows: in a row's lanes what `combine` makes of all lanes of its own."""

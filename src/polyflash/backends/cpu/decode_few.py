@@ -14,6 +14,8 @@ from polyflash.backends.cpu import (
     configs,
     decode_codes,
     decode_codes_bytes,
+    decode_codes_floats,
+    decode_codes_rows,
     decode_heads,
     decode_items,
     decode_row,
@@ -21,7 +23,7 @@ from polyflash.backends.cpu import (
     loading,
 )
 from polyflash.backends.cpu.decode_blocks import DecodeTile
-from polyflash.backends.cpu.decode_codes_configs import CodesKey
+from polyflash.backends.cpu.decode_codes_configs import CodesKey, DecodedKey, FloatsKey
 from polyflash.backends.cpu.decode_configs import (
     BLOCK_BYTES,
     KEYS_PER_GROUP,
@@ -37,14 +39,20 @@ from polyflash.backends.cpu.words import DECODE, K_BATCH, V_BATCH
 
 MINUS_INF, ONE = 0xFF800000, 0x3F800000  # bits of float32
 
+TILES: dict[type[DecodeKey], Any] = {
+    CodesKey: decode_codes_bytes.tile_of,
+    FloatsKey: decode_codes_floats.FloatsTile,
+    DecodedKey: decode_codes_rows.DecodedTile,
+}
+
 BLOCK = Blocks(DECODE)
 device = BLOCK.device
 
 
 def build(key: DecodeKey) -> Any:
     """Compile the kernel of `key`: a numba cfunc `void(int64 args, int64 item, int64 scratch)`."""
-    CODES = isinstance(key, CodesKey)
-    tile_of: Any = decode_codes_bytes.tile_of if CODES else DecodeTile
+    CODES, CAREFUL = isinstance(key, CodesKey), type(key) is not CodesKey
+    tile_of = TILES.get(type(key), DecodeTile)
     stage, items = intrinsics.stages(key, tile_of(key)), decode_items.items()
     shared = loading.loaders(key.row_key, intrinsics.stages(key.row_key, blocks.Tile(key.row_key)))
     tiles_at = BLOCK.tiles()
@@ -164,8 +172,10 @@ def build(key: DecodeKey) -> Any:
 
     if isinstance(key, CodesKey):
         attend_split = decode_codes.walk(key, stage, list_rows)
+    elif isinstance(key, DecodedKey):
+        attend_split = _walk(key.walked, stage, *decode_codes_rows.listers(key, stage, row_at), False)
     else:
-        attend_split = _walk(key, stage, list_rows, next_head)
+        attend_split = _walk(key, stage, list_rows, next_head, True)
 
     @device
     def finish_tile(tile, stats, out, lse, i_hkv, row_0, rows, seqlen_q):
@@ -226,7 +236,7 @@ def build(key: DecodeKey) -> Any:
                     ready = attend_split(
                         tile, k, v, key_lo, key_hi, seen_lo, seen_hi, at, heads_here, ready, beyond
                     )
-                if CODES:
+                if not CAREFUL:
                     break
                 for i_h in range(heads_here):
                     bad |= stage.has_nan(at + i_h * width + 2 * VECTOR, units * ROWS * PARTS)
@@ -254,11 +264,11 @@ def build(key: DecodeKey) -> Any:
     return kernel
 
 
-def _walk(key: DecodeKey, stage: Any, list_rows: Any, next_head: Any) -> Any:
-    """A device function of 11 arguments, see `attend_split`."""
+def _walk(key: DecodeKey, stage: Any, list_rows: Any, next_head: Any, in_place: bool) -> Any:
+    """A device function of 11 arguments, see `attend_split`. `in_place`: whether rows stay where they are."""
     ROWS, KEYS, STEP = key.rows, key.lanes // key.rows, configs.STEP
     VECTOR, SIZE, PACK = key.lanes * 4, configs.STORAGE_BYTES[key.storage], key.pack
-    GROUP_KEYS, BY_TURNS = KEYS_PER_GROUP, key.by_turns
+    GROUP_KEYS, HEADS, BY_TURNS = KEYS_PER_GROUP, in_place, key.by_turns and in_place
 
     @device
     def weigh_values(tile, o, begin, end, whole, rest):
@@ -282,7 +292,7 @@ def _walk(key: DecodeKey, stage: Any, list_rows: Any, next_head: Any) -> Any:
             groups = (end - rest) // GROUP_KEYS
             stage.accumulate_seen(v_rows + at, p_at, o, alpha, ones, groups, channels, later + at, runs)
 
-    attend_heads = decode_heads.walk(key, stage, list_rows)
+    attend_heads = decode_heads.walk(key, stage, list_rows) if HEADS else None
     find_blocks, attend_row = decode_row.walk(key, stage, list_rows) if BY_TURNS else (None, None)
 
     @device
@@ -297,7 +307,7 @@ def _walk(key: DecodeKey, stage: Any, list_rows: Any, next_head: Any) -> Any:
         block_n = least(block_n, args.block_n)
         stage.fill(block + VECTOR, 1, ONE)
         together = together_end = ahead = 0
-        if args.side_by_side != 0 and heads == MOST_HEADS:
+        if HEADS and args.side_by_side != 0 and heads == MOST_HEADS:
             together = (greatest(key_lo, all_lo) + block_n - 1) // block_n
             together_end = ahead = least(key_hi, all_hi) // block_n
             if key_hi % block_n == 0 and (together_end + 1) * block_n <= least(beyond, all_hi):
@@ -308,7 +318,7 @@ def _walk(key: DecodeKey, stage: Any, list_rows: Any, next_head: Any) -> Any:
             turns, turns_end, turns_ahead = find_blocks(args, lo, hi, seen, block_n)
         i_n, end_n = key_lo // block_n, (key_hi + block_n - 1) // block_n
         while i_n < end_n:
-            if together <= i_n and i_n < together_end:
+            if HEADS and together <= i_n and i_n < together_end:
                 attend_heads(tile, k, v, block_n, i_n, together_end, state, ready // SCORED, ahead, beyond)
                 i_n, ready = together_end, SCORED if ahead > together_end else 0
                 continue
