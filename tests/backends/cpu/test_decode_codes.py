@@ -226,8 +226,6 @@ def test_splits_of_codes_are_longer_where_heads_share_out_the_threads():
 )
 def test_pages_splits_and_heads_change_no_bit(monkeypatch, heads, name):
     """Tables lie by pages, as the codes; what no key stands in is garbage, its scales NaN."""
-    from polyflash.backends.cpu import decode as host
-
     keys, size = 700, 64
     lens = ints(keys, 391)
     schemes = {**SCHEMES, **BYTES}[name]
@@ -246,16 +244,21 @@ def test_pages_splits_and_heads_change_no_bit(monkeypatch, heads, name):
             tokens = size // -(-keys // entries.shape[2])  # entries of a page
             tables.append(paged(entries, tokens)[0] if tokens > 1 else _by_page(entries, table))
         made.append(replace(x, codes=codes, scale=tables[0], shift=tables[1]))
+    paging = {"kv_lens": lens, "page_table": table}
+    check_items(monkeypatch, name, want, lambda: decode(q, *made, split=256, **paging))
+    check_items(monkeypatch, name, want, lambda: decode(q, k, v, split=256, kv_lens=lens))
+
+
+def check_items(monkeypatch, name, want, call):
+    """What splits and heads an item has changes no bit of a call."""
+    from polyflash.backends.cpu import decode as host
+
     for most, together in ((4, 1), (1, 2), (4, 2)):
         monkeypatch.setattr(host, "_heads_per_item", lambda *_, heads=together: heads)
         monkeypatch.setattr(host, "MOST_SPLITS", most)
         monkeypatch.setattr(host, "ITEMS_PER_THREAD", 0.01)
-        for got in (
-            decode(q, *made, split=256, kv_lens=lens, page_table=table),
-            decode(q, k, v, split=256, kv_lens=lens),
-        ):
-            for x, y, part in zip(got, want, ("out", "lse"), strict=True):
-                same_bits(x, y, f"{part} of {name}, {most} splits")
+        for x, y, part in zip(call(), want, ("out", "lse"), strict=True):
+            same_bits(x, y, f"{part} of {name}, {most} splits")
 
 
 def _by_page(entries, table):

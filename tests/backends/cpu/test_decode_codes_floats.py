@@ -16,7 +16,7 @@ from polyflash.backends.cpu.decode_codes_configs import CodesKey, DecodedKey, Fl
 from polyflash.quant import NAMED, QuantizedTensor, Scheme, quantize
 from polyflash.quant.scheme import KINDS
 from polyflash.spec import AttentionSpec, Phase
-from tests.backends.cpu.test_decode_codes import decode, level_a, spec_of
+from tests.backends.cpu.test_decode_codes import check_items, decode, level_a, spec_of
 from tests.backends.cpu.test_forward_kernel import HERE, randn
 from tests.backends.cpu.test_paged_kernel import ints, paged
 from tests.tolerance import same_bits
@@ -123,10 +123,7 @@ def test_every_code_has_its_value(isa, decoded, dtype):
 )
 def test_pages_splits_and_heads_change_no_bit(monkeypatch, heads, name):
     """Tables lie by pages, as the codes; what no key stands in is garbage, its scales NaN."""
-    from polyflash.backends.cpu import decode as host
-
-    keys, size = 624, 48 if name in ("values", "fp8-blocks") else 64
-    keys = keys if size == 48 else 640
+    keys, size = (624, 48) if name in ("values", "fp8-blocks") else (640, 64)
     lens = ints(keys, 391)
     k, v = (quantize(randn(2, 2, keys, 128, seed=n), s) for n, s in enumerate(_in_pages(name, size)))
     q = randn(2, heads, 1, 128, dtype=torch.bfloat16)
@@ -136,16 +133,9 @@ def test_pages_splits_and_heads_change_no_bit(monkeypatch, heads, name):
         codes, table = paged(x.codes.view(torch.uint8), size, unused=0x7F)
         tables = [y if y is None else _by_page(y, table, len(codes)) for y in (x.scale, x.shift)]
         made.append(replace(x, codes=codes.view(x.codes.dtype), scale=tables[0], shift=tables[1]))
-    for most, together in ((4, 1), (1, 2), (4, 2)):
-        monkeypatch.setattr(host, "_heads_per_item", lambda *_, heads=together: heads)
-        monkeypatch.setattr(host, "MOST_SPLITS", most)
-        monkeypatch.setattr(host, "ITEMS_PER_THREAD", 0.01)
-        for got in (
-            decode(q, *made, split=256, kv_lens=lens, page_table=table),
-            decode(q, k, v, split=256, kv_lens=lens),
-        ):
-            for x, y, part in zip(got, want, ("out", "lse"), strict=True):
-                same_bits(x, y, f"{part} of {name}, {most} splits")
+    paging = {"kv_lens": lens, "page_table": table}
+    check_items(monkeypatch, name, want, lambda: decode(q, *made, split=256, **paging))
+    check_items(monkeypatch, name, want, lambda: decode(q, k, v, split=256, kv_lens=lens))
 
 
 def _by_page(entries, table, pages):

@@ -369,7 +369,7 @@ class CodesTile(Integers):
         for c, (u, n) in enumerate(columns):
             parts = [self._part(e, words[j][u], key.v, n) for j in (0, 1)]
             for half in (0, 1):
-                y = self._interleaved(e, parts[0], parts[1], half)
+                y = e.interleave_blocks(parts[0], parts[1], half)
                 for m, r in enumerate(rows):
                     if (u, r) not in weights:
                         weights[u, r] = self._weight(e, p_weights, u, r)

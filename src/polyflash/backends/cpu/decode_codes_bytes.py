@@ -75,10 +75,10 @@ class BytesTile(ByteWeights):
             x = [self._words(e, row, codes, self.key.head_dim_v, u) for row in keys]
             weights = [self._weight(e, p_weights, u, r) for r in rows]
             for half in sorted({c // step for own, c in columns if own == u}):
-                pairs = [self._by_turns_of(e, x[j], x[j + 1], half) for j in (0, 2)]
+                pairs = [e.interleave_blocks(x[j], x[j + 1], half) for j in (0, 2)]
                 for quarter in (0, 1):
                     low, high = (b.bitcast(z, self.halves) for z in pairs)
-                    y = self._by_turns_of(e, low, high, quarter)
+                    y = e.interleave_blocks(low, high, quarter)
                     for at, (own, c) in enumerate(columns):
                         if own != u or c // step != half:
                             continue
@@ -88,13 +88,6 @@ class BytesTile(ByteWeights):
                             place = (at * 2 + quarter) * len(rows) + m
                             acc[place] = self._dot(e, acc[place], weight, part)
         return acc
-
-    def _by_turns_of(self, e: Emitter, x: Value, y: Value, half: int) -> Value:
-        """The elements of two vectors by turns, of the low or high half of every 128 bits."""
-        n = x.type.count
-        per = n * 4 // self.lanes  # in 128 bits
-        order = [j // per * per + half * per // 2 + j % per // 2 + (n if j & 1 else 0) for j in range(n)]
-        return e.shuffle(x, y, order)
 
     def _narrow(self, e: Emitter, x: list[Value]) -> Value:
         """A unit of O, [half of 128 bits][part of a byte][half of that][lane], as channels in their order."""

@@ -241,19 +241,11 @@ def _looked_up_in_bytes(e: Emitter, values: Sequence[float], x: Value) -> list[V
             e.call("llvm.x86.avx2.pshuf.b", kind, [table, index]) if any(column) else every(kind, 0)
             for table, column in zip(tables, columns, strict=True)
         ]
-        pairs = [_by_turns(e, *planes[i : i + 2]) for i in (0, 2)]
-        for low, high in zip(*pairs, strict=True):
-            words = ir.VectorType(I16, n // 2)
-            made += [b.bitcast(y, e.vf) for y in _by_turns(e, b.bitcast(low, words), b.bitcast(high, words))]
+        for half in (0, 1):
+            pairs = (e.interleave_blocks(planes[i], planes[i + 1], half) for i in (0, 2))
+            low, high = (b.bitcast(x, ir.VectorType(I16, n // 2)) for x in pairs)
+            made += [b.bitcast(e.interleave_blocks(low, high, quarter), e.vf) for quarter in (0, 1)]
     return made
-
-
-def _by_turns(e: Emitter, x: Value, y: Value) -> list[Value]:
-    """Elements of both by turns, of the low and of the high halves of every 128 bits."""
-    n = x.type.count
-    per = 4 * n // e.lanes  # in 128 bits
-    low = [i // per * per + i % per // 2 + (n if i & 1 else 0) for i in range(n)]
-    return [e.shuffle(x, y, (i + first for i in low)) for first in (0, per // 2)]
 
 
 def every(kind: ir.VectorType, value: int) -> Value:

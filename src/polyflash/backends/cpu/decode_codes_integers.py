@@ -84,12 +84,6 @@ class Integers(DecodeTile):
             acc = b.add(acc, e.shuffle(z, z, range(half, 2 * n, 2)))
         return acc
 
-    def _interleaved(self, e: Emitter, x: Value, y: Value, half: int) -> Value:
-        """Words of two vectors by turns, of the low or high half of every 128 bits."""
-        n = self.words.count
-        order = [8 * (j // 8) + 4 * half + j % 8 // 2 + (n if j & 1 else 0) for j in range(n)]
-        return e.shuffle(x, y, order)
-
     # rounding
     def _bits_of_size(self, e: Emitter, x: Value) -> Value:
         """|x| as an integer, by which a NaN is the largest of all."""

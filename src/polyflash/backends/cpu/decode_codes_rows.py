@@ -14,7 +14,7 @@ from polyflash.backends.cpu.configs import LINE, STORAGE_BYTES
 from polyflash.backends.cpu.decode_blocks import DecodeTile
 from polyflash.backends.cpu.decode_codes import entries
 from polyflash.backends.cpu.decode_codes_configs import DecodedKey
-from polyflash.backends.cpu.decode_codes_floats import HALVES, TIMES, chosen, halves_of
+from polyflash.backends.cpu.decode_codes_floats import HALVES, TIMES, chosen, every, halves_of
 from polyflash.backends.cpu.intrinsics import least, quotient, stage, word
 from polyflash.backends.cpu.simd import F32, I8, I16, I32, Emitter, Value
 from polyflash.backends.cpu.structs import Blocks
@@ -115,10 +115,10 @@ class DecodedTile(DecodeTile):
         if bits == 4:  # a byte each, in their order
             x = e.shuffle(x, x, (i // 2 for i in range(2 * n)))
             high = ir.Constant(x.type, [4 * (i % 2) for i in range(2 * n)])
-            x = b.and_(b.lshr(x, high), ir.Constant(x.type, [15] * 2 * n))
+            x = b.and_(b.lshr(x, high), every(x.type, 15))
         if dtype in HALVES:
             words = ir.VectorType(I16, 2 * n)
-            x = halves_of(e, b.shl(b.zext(x, words), ir.Constant(words, [8] * 2 * n)), dtype)
+            x = halves_of(e, b.shl(b.zext(x, words), every(words, 8)), dtype)
         halves = [e.shuffle(x, x, range(i, i + n)) for i in (0, n)]
         if dtype in HALVES:
             times = e.floats(TIMES.get(dtype, 1.0))
@@ -176,9 +176,8 @@ def listers(key: DecodedKey, stage: Any, row_at: Any) -> tuple[Any, Any]:
                 if row == 0:
                     at, step = zero, 0
                 else:
-                    ahead = row_at(
-                        tile, src, page_stride, row_stride, least(j + ROWS_AHEAD, tile.item.live - 1)
-                    )
+                    later = least(j + ROWS_AHEAD, tile.item.live - 1)
+                    ahead = row_at(tile, src, page_stride, row_stride, later)
                     shift = scale = entry_at(tile, SCALE, TOKENS, j, i_h)
                     if SHIFTED:
                         shift = entry_at(tile, SHIFT, SHIFT_TOKENS, j, i_h)

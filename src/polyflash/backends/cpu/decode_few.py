@@ -51,93 +51,14 @@ device = BLOCK.device
 
 def build(key: DecodeKey) -> Any:
     """Compile the kernel of `key`: a numba cfunc `void(int64 args, int64 item, int64 scratch)`."""
-    CODES, CAREFUL = isinstance(key, CodesKey), type(key) is not CodesKey
+    CAREFUL = type(key) is not CodesKey  # whose values are all numbers
     tile_of = TILES.get(type(key), DecodeTile)
     stage, items = intrinsics.stages(key, tile_of(key)), decode_items.items()
     shared = loading.loaders(key.row_key, intrinsics.stages(key.row_key, blocks.Tile(key.row_key)))
     tiles_at = BLOCK.tiles()
-    ROWS, KEYS, STEP = key.rows, key.lanes // key.rows, configs.STEP
-    VECTOR, UNIT, SIZE = key.lanes * 4, key.unit, configs.STORAGE_BYTES[key.storage]
+    ROWS, KEYS, VECTOR, UNIT = key.rows, key.lanes // key.rows, key.lanes * 4, key.unit
     PARTS, PAIRS = key.unit // key.lanes, key.compute == "bf16dot"
     QUERY_BYTES = key.query_row if isinstance(key, CodesKey) else VECTOR if PAIRS else VECTOR * PARTS
-
-    @device
-    def table_at(tile, j):
-        """Address of the table entry of key j."""
-        args = tile.args
-        row = tile.item.batch * args.page_table_batch
-        return args.page_table + row + quotient(j, args.page_size) * args.page_table_entry
-
-    @device
-    def row_at(tile, src, page_stride, row_stride, j):
-        """Address of key j; 0 if its table entry names no page."""
-        args = tile.args
-        if args.page_table == 0:
-            return src + j * row_stride
-        page = load_i32(table_at(tile, j))
-        if page < 0 or page >= args.num_pages:
-            return 0
-        return src + page * page_stride + (j - quotient(j, args.page_size) * args.page_size) * row_stride
-
-    @device
-    def list_rows(tile, src, tensor, dst, first, last):
-        """At `dst` the addresses of the rows of keys [first, last) in whole steps, with a row of zeros for
-        every key around them. `tensor` is K_BATCH or V_BATCH. Rows whose channels have a stride are gathered
-        first."""
-        args = tile.args
-        page_stride = word(args, tensor)
-        row_stride, dim_stride = word(args, tensor + 2), word(args, tensor + 3)
-        zero, size = tile.zero, args.page_size
-        j = first
-        stage.fill_addresses(dst, zero, 0, first % STEP)
-        dst += (first % STEP - first) * 8
-        if dim_stride != SIZE and not CODES:
-            width, channels = args.gathered_row, args.head_dim
-            rows = tile.stage
-            if tensor == V_BATCH:
-                rows, channels = rows + args.block_n * width, args.head_dim_v
-            for j in range(first, last):
-                row, gathered_row = row_at(tile, src, page_stride, row_stride, j), zero
-                if row != 0:
-                    gathered_row = rows + (j - first) * width
-                    stage.gather_row(row, dim_stride, channels, gathered_row)
-                stage.fill_addresses(dst + j * 8, gathered_row, 0, 1)
-        elif args.page_table == 0:
-            stage.fill_addresses(dst + first * 8, src + first * row_stride, row_stride, last - first)
-        else:
-            begun = quotient(first, size) * size
-            if first != begun:  # the rest of a page whose first keys belong to the block before
-                j = least(last, begun + size)
-                row = row_at(tile, src, page_stride, row_stride, first)
-                stage.fill_addresses(
-                    dst + first * 8, row if row != 0 else zero, row_stride if row != 0 else 0, j - first
-                )
-            whole = quotient(last - j, size)
-            entries, stride = table_at(tile, j), args.page_table_entry
-            pages = args.num_pages
-            stage.fill_pages(
-                dst + j * 8, entries, stride, whole, src, page_stride, row_stride, size, pages, zero
-            )
-            j += whole * size
-            if j < last:
-                row = row_at(tile, src, page_stride, row_stride, j)
-                stage.fill_addresses(
-                    dst + j * 8, row if row != 0 else zero, row_stride if row != 0 else 0, last - j
-                )
-        stage.fill_addresses(dst + last * 8, zero, 0, -last % STEP)
-
-    @device
-    def next_head(tile, src, tensor, dst, first, last, i_h):
-        """`list_rows` of head i_h after `src`: its keys lie where those of the head before do, a head on, but
-        for rows of zeros."""
-        args = tile.args
-        stride, zero = word(args, tensor + 1), tile.zero
-        if i_h == 0 or (word(args, tensor + 3) != SIZE and not CODES):
-            list_rows(tile, src + i_h * stride, tensor, dst, first, last)
-        else:
-            dst += first % STEP * 8
-            stage.add_addresses(dst, dst, stride, last - first, zero)
-            stage.fill_addresses(dst + (last - first) * 8, zero, 0, -last % STEP)
 
     @device
     def limit_rows(tile, rows, row_0, seqlen_q, start):
@@ -170,12 +91,15 @@ def build(key: DecodeKey) -> Any:
                 row = shared.gathered(tile.gather, row, args.q_dim, channels)
             stage.load_query(row, channels, dst + r * QUERY_BYTES, flip)
 
-    if isinstance(key, CodesKey):
-        attend_split = decode_codes.walk(key, stage, list_rows)
-    elif isinstance(key, DecodedKey):
+    table_at, row_at = _addresses()
+    if isinstance(key, DecodedKey):
         attend_split = _walk(key.walked, stage, *decode_codes_rows.listers(key, stage, row_at), False)
     else:
-        attend_split = _walk(key, stage, list_rows, next_head, True)
+        list_rows = _lister(key, stage, table_at, row_at)
+        if isinstance(key, CodesKey):
+            attend_split = decode_codes.walk(key, stage, list_rows)
+        else:
+            attend_split = _walk(key, stage, list_rows, _next_head(key, stage, list_rows), True)
 
     @device
     def finish_tile(tile, stats, out, lse, i_hkv, row_0, rows, seqlen_q):
@@ -262,6 +186,104 @@ def build(key: DecodeKey) -> Any:
             finish_tile(tile, stats, out, lse, i_hkv + i_h, row_0, rows, seqlen_q)
 
     return kernel
+
+
+def _addresses() -> tuple[Any, Any]:
+    """Two device functions of 2 and 5 arguments, over pages and whole tensors."""
+
+    @device
+    def table_at(tile, j):
+        """Address of the table entry of key j."""
+        args = tile.args
+        row = tile.item.batch * args.page_table_batch
+        return args.page_table + row + quotient(j, args.page_size) * args.page_table_entry
+
+    @device
+    def row_at(tile, src, page_stride, row_stride, j):
+        """Address of key j; 0 if its table entry names no page."""
+        args = tile.args
+        if args.page_table == 0:
+            return src + j * row_stride
+        page = load_i32(table_at(tile, j))
+        if page < 0 or page >= args.num_pages:
+            return 0
+        return src + page * page_stride + (j - quotient(j, args.page_size) * args.page_size) * row_stride
+
+    return table_at, row_at
+
+
+def _lister(key: DecodeKey, stage: Any, table_at: Any, row_at: Any) -> Any:
+    """A device function of 6 arguments, see `list_rows`."""
+    STEP, SIZE, CODES = configs.STEP, configs.STORAGE_BYTES[key.storage], isinstance(key, CodesKey)
+
+    @device
+    def list_rows(tile, src, tensor, dst, first, last):
+        """At `dst` the addresses of the rows of keys [first, last) in whole steps, with a row of zeros for
+        every key around them. `tensor` is K_BATCH or V_BATCH. Rows whose channels have a stride are gathered
+        first."""
+        args = tile.args
+        page_stride = word(args, tensor)
+        row_stride, dim_stride = word(args, tensor + 2), word(args, tensor + 3)
+        zero, size = tile.zero, args.page_size
+        j = first
+        stage.fill_addresses(dst, zero, 0, first % STEP)
+        dst += (first % STEP - first) * 8
+        if dim_stride != SIZE and not CODES:
+            width, channels = args.gathered_row, args.head_dim
+            rows = tile.stage
+            if tensor == V_BATCH:
+                rows, channels = rows + args.block_n * width, args.head_dim_v
+            for j in range(first, last):
+                row, gathered_row = row_at(tile, src, page_stride, row_stride, j), zero
+                if row != 0:
+                    gathered_row = rows + (j - first) * width
+                    stage.gather_row(row, dim_stride, channels, gathered_row)
+                stage.fill_addresses(dst + j * 8, gathered_row, 0, 1)
+        elif args.page_table == 0:
+            stage.fill_addresses(dst + first * 8, src + first * row_stride, row_stride, last - first)
+        else:
+            begun = quotient(first, size) * size
+            if first != begun:  # the rest of a page whose first keys belong to the block before
+                j = least(last, begun + size)
+                row = row_at(tile, src, page_stride, row_stride, first)
+                stage.fill_addresses(
+                    dst + first * 8, row if row != 0 else zero, row_stride if row != 0 else 0, j - first
+                )
+            whole = quotient(last - j, size)
+            entries, stride = table_at(tile, j), args.page_table_entry
+            pages = args.num_pages
+            stage.fill_pages(
+                dst + j * 8, entries, stride, whole, src, page_stride, row_stride, size, pages, zero
+            )
+            j += whole * size
+            if j < last:
+                row = row_at(tile, src, page_stride, row_stride, j)
+                stage.fill_addresses(
+                    dst + j * 8, row if row != 0 else zero, row_stride if row != 0 else 0, last - j
+                )
+        stage.fill_addresses(dst + last * 8, zero, 0, -last % STEP)
+
+    return list_rows
+
+
+def _next_head(key: DecodeKey, stage: Any, list_rows: Any) -> Any:
+    """A device function of 7 arguments."""
+    STEP, SIZE = configs.STEP, configs.STORAGE_BYTES[key.storage]
+
+    @device
+    def next_head(tile, src, tensor, dst, first, last, i_h):
+        """`list_rows` of head i_h after `src`: its keys lie where those of the head before do, a head on, but
+        for rows of zeros."""
+        args = tile.args
+        stride, zero = word(args, tensor + 1), tile.zero
+        if i_h == 0 or word(args, tensor + 3) != SIZE:
+            list_rows(tile, src + i_h * stride, tensor, dst, first, last)
+        else:
+            dst += first % STEP * 8
+            stage.add_addresses(dst, dst, stride, last - first, zero)
+            stage.fill_addresses(dst + (last - first) * 8, zero, 0, -last % STEP)
+
+    return next_head
 
 
 def _walk(key: DecodeKey, stage: Any, list_rows: Any, next_head: Any, in_place: bool) -> Any:

@@ -357,6 +357,13 @@ class Emitter:
         orders = ([h * (n // 2) + j // 2 + (n if j & 1 else 0) for j in range(n)] for h in (0, 1))
         return [self.shuffle(x, y, order) for order in orders]
 
+    def interleave_blocks(self, x: Value, y: Value, half: int) -> Value:
+        """The lanes of two vectors by turns, of the low or high half of every 128 bits."""
+        n = x.type.count
+        per = 4 * n // self.lanes  # in 128 bits
+        order = (j // per * per + half * per // 2 + j % per // 2 + (n if j & 1 else 0) for j in range(n))
+        return self.shuffle(x, y, order)
+
     def transpose(self, rows: Sequence[Value]) -> list[Value]:
         """n vectors of n lanes, transposed in log2(n) interleaving steps."""
         n, x = len(rows), list(rows)
