@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 PACKAGES = {
     "torch": "2.6",
     "numpy": "1.26",
-    "numba": "0.60",
+    "numba": "0.62",
     "llvmlite": "",
     "rich": "13",
     "safetensors": "",

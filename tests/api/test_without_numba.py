@@ -16,7 +16,7 @@ from polyflash import UnsupportedError, attention, counting, repeats, target, to
 from polyflash.reference import attention_reference
 from tests import processes
 
-REMEDY = "pip install 'numba>=0.60'"
+REMEDY = "pip install 'numba>=0.62'"
 
 
 @pytest.fixture(autouse=True, params=[("numba", ""), ("numba", "0.50.1")], ids=["absent", "old"])

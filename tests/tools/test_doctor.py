@@ -270,7 +270,7 @@ def other_isa(monkeypatch, _):
 
 ADVICE = {
     "numba absent": (lambda m, _: version(m, "numba", ""), "numba is not installed", "pip install 'numba>="),
-    "numba old": (lambda m, _: version(m, "numba", "0.59.1"), "older than 0.60", "pip install 'numba>="),
+    "numba old": (lambda m, _: version(m, "numba", "0.61.2"), "older than 0.62", "pip install 'numba>="),
     "torch old": (
         lambda m, _: version(m, "torch", "2.5.1"),
         "torch 2.5.1 is older",

@@ -119,7 +119,7 @@ def test_without_a_compiler_or_a_cache_nothing_is_tried(capsys, monkeypatch):
     monkeypatch.delenv("POLYFLASH_NO_CACHE")
     monkeypatch.setattr(target, "detect", lambda *_: target.Target("cpu:avx2", packages=(("numba", ""),)))
     code, _, err = say(capsys)
-    assert code == 2 and "pip install 'numba>=0.60'" in err
+    assert code == 2 and "pip install 'numba>=0.62'" in err
 
 
 @needs_cpu_engine

@@ -7,6 +7,7 @@ An item is one request, one kv head, one tile of its rows and some consecutive s
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from polyflash.backends.cpu import (
@@ -188,6 +189,7 @@ def build(key: DecodeKey) -> Any:
     return kernel
 
 
+@functools.cache
 def _addresses() -> tuple[Any, Any]:
     """Two device functions of 2 and 5 arguments, over pages and whole tensors."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from polyflash.backends.cpu.intrinsics import greatest, least, load_i32, namespace, word
@@ -12,6 +13,7 @@ block = Blocks(DECODE)
 device = block.device
 
 
+@functools.cache
 def items() -> Any:
     """For all decode kernels: find, row_keys."""
     entry_at, ENTRY_WORDS = block.words(ENTRY), len(ENTRY.words)  # the first of them is the first item

@@ -206,10 +206,11 @@ def build(key: TableKey) -> Any:
     """Compile the check: a numba cfunc `int64(args, requests)`."""
     from numba import cfunc, types
 
+    from polyflash.backends.cpu.compilers import KERNEL
     from polyflash.backends.cpu.intrinsics import load_i32
     from polyflash.backends.cpu.structs import Words
 
-    @cfunc(types.int64(Words(DECODE), types.int64), error_model="numpy", forceinline=True)
+    @cfunc(types.int64(Words(DECODE), types.int64), error_model="numpy", **KERNEL)
     def names_pages(args, requests):
         size, step = args.page_size, args.page_table_entry
         for b in range(requests):

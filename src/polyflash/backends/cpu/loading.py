@@ -3,11 +3,12 @@ a batch entry's rows stand."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from polyflash.backends.cpu import configs
 from polyflash.backends.cpu.configs import KernelKey
-from polyflash.backends.cpu.intrinsics import greatest, least, load_i32, namespace, word
+from polyflash.backends.cpu.intrinsics import greatest, least, load_i32, merged, namespace, word
 from polyflash.backends.cpu.structs import Blocks
 from polyflash.backends.cpu.words import FORWARD
 
@@ -15,9 +16,8 @@ device = Blocks(FORWARD).device
 
 
 def loaders(key: KernelKey, stage: Any) -> Any:
-    """Make these for kernels of `key`'s storage: gathered, load_tile, stand, key_rows, sink_bits."""
+    """For kernels of `key`'s storage: gathered, load_tile and `places`."""
     SIZE, K_BYTES = configs.STORAGE_BYTES[key.storage], key.loaded_row_bytes
-    KV_LENS, KV_STARTS, Q_OFFSET = FORWARD.kv_lens, FORWARD.kv_starts, FORWARD.q_offset
 
     @device
     def gathered(scratch_row, src, stride, count):
@@ -37,6 +37,14 @@ def loaders(key: KernelKey, stage: Any) -> Any:
             for r in range(rows):
                 stage.gather_row(src + r * row_stride, dim_stride, count, row)
                 stage.load_rows(row, 0, 1, count, dst + r * K_BYTES)
+
+    return merged(places(), namespace(gathered, load_tile))
+
+
+@functools.cache
+def places() -> Any:
+    """For all kernels: stand, key_rows, sink_bits."""
+    KV_LENS, KV_STARTS, Q_OFFSET = FORWARD.kv_lens, FORWARD.kv_starts, FORWARD.q_offset
 
     @device
     def table_entry(args, table, i_b, default):
@@ -90,4 +98,4 @@ def loaders(key: KernelKey, stage: Any) -> Any:
         """The sink of a query head; -inf if there is none."""
         return load_i32(args.sinks + 4 * head) if args.sinks != 0 else 0xFF800000
 
-    return namespace(gathered, load_tile, stand, key_rows, sink_bits)
+    return namespace(stand, key_rows, sink_bits)

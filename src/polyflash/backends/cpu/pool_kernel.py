@@ -28,6 +28,7 @@ from numba import cfunc, njit, types
 from numba.core import cgutils
 
 from polyflash.backends.cpu import pool
+from polyflash.backends.cpu.compilers import INLINED, KERNEL
 from polyflash.backends.cpu.intrinsics import call_native, emits
 from polyflash.backends.cpu.simd import Value
 
@@ -42,7 +43,7 @@ _MACHINE = {"amd64": "x86_64", "aarch64": "arm64"}.get(platform.machine().lower(
 _MXCSR_CONTROL = 0xFFC0  # rounding, denormals, exception masks; without the sticky flags
 _I64, _I32 = ir.IntType(64), ir.IntType(32)
 _ADDRESS = _I64.as_pointer()
-device: Any = njit(forceinline=True)
+device: Any = njit(**INLINED)
 
 
 def _at(builder: ir.IRBuilder, address: Value) -> Value:
@@ -475,5 +476,5 @@ def again(job: int, q: int, k: int, v: int, out: int) -> int:
 def build(key: Any) -> Any:
     """The compiled `int64 participate(int64)`, also fit to be a thread's entry, or `again`."""
     if isinstance(key, pool.AgainKey):
-        return cfunc(types.int64(*[types.int64] * 5), forceinline=True)(again)
-    return cfunc(types.int64(types.int64), forceinline=True)(participate)
+        return cfunc(types.int64(*[types.int64] * 5), **KERNEL)(again)
+    return cfunc(types.int64(types.int64), **KERNEL)(participate)

@@ -8,20 +8,17 @@ item.head = head    a word of the item, which lies in the scratch
 from __future__ import annotations
 
 import inspect
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from llvmlite import ir
 from numba import cfunc, njit, types
-from numba.core import codegen
 from numba.core.datamodel import models
 from numba.core.imputils import lower_cast
 from numba.core.typeconv import Conversion
 from numba.core.typing.templates import AttributeTemplate
 from numba.extending import infer_getattr, lower_getattr_generic, lower_setattr_generic, register_model
 
+from polyflash.backends.cpu.compilers import INLINED, KERNEL
 from polyflash.backends.cpu.intrinsics import callable_by_numba
 from polyflash.backends.cpu.simd import I64, POINTER
 from polyflash.backends.cpu.words import COLUMN, ITEM, Layout
@@ -139,16 +136,12 @@ class Blocks:
         }
 
     def device(self, function: Any) -> Any:
-        """Compiles for its callers in kernels: inlined, so nothing is seen to raise and the object needs no
-        Python symbol."""
-        options: Any = {"forceinline": True, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-        compiled: Any = njit(tuple(self._kinds(function)), error_model="numpy", **options)
-        with _optimized_once(function.__qualname__):
-            return compiled(function)
+        """Compiles for its callers in kernels."""
+        return njit(tuple(self._kinds(function)), error_model="numpy", **INLINED)(function)
 
     def kernel(self, function: Any) -> Any:
         """Compiles for callers outside: a numba cfunc that returns nothing."""
-        return cfunc(types.void(*self._kinds(function)), error_model="numpy", forceinline=True)(function)
+        return cfunc(types.void(*self._kinds(function)), error_model="numpy", **KERNEL)(function)
 
     def _kinds(self, function: Any) -> list[Any]:
         return [self.kinds.get(name, types.int64) for name in inspect.signature(function).parameters]
@@ -165,25 +158,3 @@ class Blocks:
             return builder.insert_value(builder.insert_value(empty, args, 0), scratch, 1)
 
         return callable_by_numba("tiles", 2, self.kinds["tile"], emit)
-
-
-@contextmanager
-def _optimized_once(name: str) -> Iterator[None]:
-    """Within it, numba does not optimize the module of function `name`: its caller inlines and optimizes it
-    anyway, and each level anew takes a third of a kernel's compile time. A numba without this inner step
-    just takes longer."""
-    library: Any = codegen.CPUCodeLibrary
-    whole, me = getattr(library, "_optimize_final_module", None), threading.get_ident()
-    if whole is None:
-        yield
-        return
-
-    def unless_inlined(self: Any) -> None:
-        if self.name != name or threading.get_ident() != me:
-            whole(self)
-
-    library._optimize_final_module = unless_inlined
-    try:
-        yield
-    finally:
-        library._optimize_final_module = whole

@@ -14,10 +14,12 @@ def build(key: RotateKey) -> Any:
     """Compile the rotation: a numba cfunc `void(src, dst, rows, channels, size, factor)`, all int64."""
     from numba import cfunc, types
 
+    from polyflash.backends.cpu.compilers import KERNEL
+
     stage = intrinsics.stages(key, RowTile(key.storage, ISAS[key.isa].lanes))
     SIZE = STORAGE_BYTES[key.storage]
 
-    @cfunc(types.void(*[types.int64] * 6), error_model="numpy", forceinline=True)
+    @cfunc(types.void(*[types.int64] * 6), error_model="numpy", **KERNEL)
     def rotate(src, dst, rows, channels, size, factor):
         stage.rotate_rows(src, channels * SIZE, dst, rows, channels, size, factor)
 
