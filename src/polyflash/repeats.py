@@ -184,14 +184,35 @@ def call(key: Key | None, *tensors: Any, repeat: Repeat | None = None) -> Result
     return results
 
 
-def shorten(key: Key, repeat: Any, q: Tensor, k: Tensor, v: Tensor) -> None:
+def shorten(key: Key, repeat: Any, *tensors: Tensor) -> None:
     """Calls of these very sizes and strides are made `at_once` from now on."""
-    check = alike(q, k, v)
-    if check is not None:
-        (_, backend, *_), options, *_ = key
-        others = _known.pop(options, ())[: _KEPT_CHECKS - 1]
-        _make_room()
-        _known[options] = ((check, backend, repeat.once(q, k, v, repeat.tally.count)), *others)
+    check = alike(*tensors)
+    (_, backend, *_), options, *_ = key
+    coded = len(tensors) > 3
+    if check is None or (coded and options[1].rotation != "none"):  # whose q is another one
+        return
+    run = repeat.once(repeat.tally.count, *tensors)
+    if coded:
+        options, *forms = options
+        check, run = _of_opened(tuple(forms), check, run)
+    others = _known.pop(options, ())[: _KEPT_CHECKS - 1]
+    _make_room()
+    _known[options] = ((check, backend, run), *others)
+
+
+def _of_opened(forms: Key, check: Any, run: Any) -> tuple[Any, Any]:
+    """Two functions of q, k and v, quantised tensors of such forms, by those of the tensors in them."""
+
+    def opened(k: QuantizedTensor, v: QuantizedTensor) -> list[Tensor]:
+        tables = k.scale, k.shift, v.scale, v.shift
+        return [k.codes, v.codes, *[x for x in tables if x is not None]]
+
+    def told(q: Any, k: Any, v: Any) -> bool:
+        if not (type(k) is type(v) is QuantizedTensor and k.source is v.source is None):
+            return False
+        return (k.scheme, v.scheme, k.layout, v.layout) == forms and check(q, *opened(k, v))
+
+    return told, lambda q, k, v: run(q, *opened(k, v))
 
 
 def _make_room() -> None:

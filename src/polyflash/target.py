@@ -18,7 +18,7 @@ from polyflash import env
 from polyflash.errors import described, spec_error
 
 # Oldest version whose code generation is tested.
-MINIMUM_PACKAGES = {"numba": (0, 60), "triton": (3, 6), "wgpu": (0, 32)}
+MINIMUM_PACKAGES = {"numba": (0, 62), "triton": (3, 6), "wgpu": (0, 32)}
 # Builds for other hardware and nightlies: the same import under another name.
 _OTHER_NAMES = {"triton": ("pytorch-triton-rocm", "triton-rocm", "pytorch-triton", "triton-windows")}
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
 
-from polyflash import SpecError, attention, counters, repeats, use_backend, watch
+from polyflash import SpecError, attention, counters, quantize, repeats, use_backend, watch
+from polyflash.quant import NAMED, Scheme
 from tests.api import test_repeats
 from tests.api.test_repeats import MOMENTS, keys
 from tests.device import DEVICE
@@ -232,3 +234,65 @@ def test_a_forked_child_makes_its_own(keyed):
     keyed.clear()
     same_bits(attention(*given), want)
     assert not keyed
+
+
+class TestCodes:
+    OPTIONS = False, False, 0.0, None, None
+
+    @staticmethod
+    def coded(name, seed=0, seqlen=1100):
+        q, *kv = keys(seqlen, rows=1, dtype=torch.bfloat16, seed=seed)
+        return q, *map(quantize, kv, NAMED[name])
+
+    @pytest.mark.parametrize("name", sorted(NAMED))
+    def test_they_give_the_same(self, keyed, name):
+        options = {"causal": True, "scale": -0.3}
+        known(*self.coded(name), **options)
+        for seed in (1, 2):
+            q, k, v = self.coded(name, seed)
+            keyed.clear()
+            got = attention(q, k, v, **options)
+            mixed = attention(q, k, replace(v, scale=v.scale.clone() * 2), **options)
+            assert not keyed
+            repeats._known.clear()
+            same_bits(got, attention(q, k, v, **options))
+            same_bits(mixed, attention(q, k, replace(v, scale=v.scale * 2), **options))
+            known(*self.coded(name), **options)
+
+    def test_beside_tensors_and_other_schemes(self, keyed):
+        calls = [keys(1100, rows=1, dtype=torch.bfloat16), *(self.coded(x) for x in ("int8", "int4-token"))]
+        q, k, v = calls[-1]
+        calls += [(q, replace(k, shift=k.shift + 1), v), self.coded("nf4")]
+        wants = [known(*call) for call in calls]
+        keyed.clear()
+        for call, want in zip(calls, wants, strict=True):
+            same_bits(attention(*call), want)
+        assert not keyed
+
+    def test_codes_of_one_form_are_not_those_of_another(self):
+        q, k, v = self.coded("int8")
+        known(q, k, v)
+        twin = quantize(k.values(torch.bfloat16), Scheme(rotation="hadamard"))
+        assert repeats.at_once(q, k, v, self.OPTIONS) is not None
+        for other in (twin, replace(k, layout="bshd"), k.codes):
+            assert repeats.at_once(q, other, v, self.OPTIONS) is None
+        for _ in range(4):  # a rotated one needs another q
+            got = attention(q, twin, v)
+            assert repeats.at_once(q, twin, v, self.OPTIONS) is None
+        repeats._known.clear()
+        same_bits(got, attention(q, twin, v))
+
+    def test_storages_and_gradients(self):
+        q, k, v = self.coded("int4-token")
+        known(q, k, v)
+        for name in ("codes", "scale", "shift"):
+            x = getattr(v, name).clone()
+            short = replace(v, **{name: x})
+            assert repeats.at_once(q, k, short, self.OPTIONS) is not None
+            x.untyped_storage().resize_(x.untyped_storage().nbytes() - 4)
+            with pytest.raises(SpecError, match="storage"):
+                attention(q, k, short)
+        source = torch.randn(k.shape, dtype=torch.bfloat16, requires_grad=True)
+        trained = quantize(source, k.scheme)
+        assert repeats.at_once(q, trained, v, self.OPTIONS) is None
+        assert attention(q, trained, v).requires_grad

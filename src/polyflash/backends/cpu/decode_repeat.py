@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -65,7 +65,7 @@ class OfKeys(Repeat):
     def __init__(self, frame: decode.Frame, q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> None:
         super().__init__(frame, q, k, v, args)
         self.k_bytes, self.v_bytes = (span(x[:1, :1, :1]) for x in (k, v))  # of a key
-        self.short = not (self.need_lse or args.codes) and pool.again() is not None
+        self.short = not self.need_lse and pool.again() is not None
         self.sizes: Any = None  # of K and V in the last call, and how many more were alike
         self.times, self.same = 0, False
 
@@ -97,15 +97,8 @@ class OfKeys(Repeat):
         k_bytes, v_bytes, walks = self.place(block, q, k, v)
         if not (holds(q, self.q_bytes) and holds(k, k_bytes) and holds(v, v_bytes)):
             return None
-        for (word, shared, channels), x in zip(self.tables, tables, strict=True):
-            if x.shape != (batch, heads, *shared.counts(seqlen_k, channels)) or not stored(x):
-                return None
-            if x.shape[3] > 1 and x.stride(3) != 1:
-                return None
-            steps = (
-                0 if n == 1 else x.element_size() * s for n, s in zip(x.shape[:3], x.stride(), strict=False)
-            )
-            block[word], block[word + 1], block[word + 2], block[word + 3] = x.data_ptr(), *steps
+        if not self.lay(block, batch, heads, seqlen_k, tables):
+            return None
         out, lse = self.outputs(q, block)
         block[DECODE.k], block[DECODE.v] = at = k.data_ptr(), v.data_ptr()
         if 0 in at or not block[DECODE.q]:  # of a tensor around another one
@@ -113,29 +106,54 @@ class OfKeys(Repeat):
         decode.start(self.frame, block, walks, batch * seqlen_k, [])
         return out, lse
 
+    def lay(self, block: array[int], batch: int, heads: int, seqlen_k: int, tables: Sequence[Tensor]) -> bool:
+        """Writes tables of codes into a call's block, unless one is not what it reads."""
+        for (word, shared, channels), x in zip(self.tables, tables, strict=True):
+            if x.shape != (batch, heads, *shared.counts(seqlen_k, channels)) or not stored(x):
+                return False
+            if x.shape[3] > 1 and x.stride(3) != 1:
+                return False
+            steps = (
+                0 if n == 1 else x.element_size() * s for n, s in zip(x.shape[:3], x.stride(), strict=False)
+            )
+            block[word], block[word + 1], block[word + 2], block[word + 3] = x.data_ptr(), *steps
+        return True
+
     def once(
-        self, q: Tensor, k: Tensor, v: Tensor, count: Callable[[], None]
+        self, count: Callable[[], None], q: Tensor, k: Tensor, v: Tensor, *tables: Tensor
     ) -> Callable[..., Tensor | None]:
         """A function that runs calls of just these sizes and strides: storages and addresses are left, and to
         `count` each."""
         again, block = pool.again(), self.frame.words[:]
         k_bytes, v_bytes, walks = self.place(block, q, k, v)
+        self.lay(block, len(k), k.shape[1], k.shape[2], tables)
+        behind, words = [(x.element_size(), span(x)) for x in tables], [word for word, _, _ in self.tables]
+        none = (0,) * (pool.MOST_MORE - len(tables))
         frame, most_keys, q_bytes, size = self.frame, len(k) * k.shape[2], self.q_bytes, k.element_size()
+        q_size = q.element_size()
         out, _ = self.outputs(q, block)
         empty, likeness, caller = empty_of(q.device), (tuple(out.shape), out.stride(), out.dtype), pool.caller
 
-        def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
+        def run(q: Tensor, k: Tensor, v: Tensor, *tables: Tensor) -> Tensor | None:
             if (
-                q.storage_offset() * size + q_bytes > q.untyped_storage().nbytes()
+                q.storage_offset() * q_size + q_bytes > q.untyped_storage().nbytes()
                 or k.storage_offset() * size + k_bytes > k.untyped_storage().nbytes()
                 or v.storage_offset() * size + v_bytes > v.untyped_storage().nbytes()
             ):
                 return None
+            more = none
+            if tables:
+                for x, (each, reach) in zip(tables, behind, strict=True):
+                    if x.storage_offset() * each + reach > x.untyped_storage().nbytes():
+                        return None
+                more = (*(x.data_ptr() for x in tables), *none)
             count()
             job, out = caller.jobs.get(run), empty(*likeness)
             # A finalizer may call, too, and be done before the addresses of this call are written.
-            while job is None or again(job[0], q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()):
-                job = caller.jobs[run] = decode.job(frame, block, walks, most_keys)
+            while job is None or again(
+                job[0], q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), *more
+            ):
+                job = caller.jobs[run] = decode.job(frame, block, walks, most_keys, words)
             return out
 
         return run

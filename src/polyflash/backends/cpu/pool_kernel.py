@@ -456,12 +456,17 @@ def participate(block: int) -> int:
     return 0
 
 
-def again(job: int, q: int, k: int, v: int, out: int) -> int:
-    """A job of pool.py's, at four addresses; 1 if torch wants another number of threads than it has."""
+def again(job: int, q: int, k: int, v: int, out: int, a: int, b: int, c: int, d: int) -> int:
+    """A job of pool.py's, at these addresses; 1 if torch wants another number of threads than it has."""
     if call0(peek(job + pool.AGAIN_ASK)) != peek(job + pool.AGAIN_WANTED):
         return 1
     args, zeros = peek(job + pool.CALLER_ARGUMENTS), peek(job + pool.AGAIN_ZEROS)
-    poke(args, q)
+    more = job + pool.AGAIN_MORE
+    poke(args + peek(more), a)
+    poke(args + peek(more + 8), b)
+    poke(args + peek(more + 16), c)
+    poke(args + peek(more + 24), d)
+    poke(args, q)  # after those that are none, which go here
     poke(args + 8, k)
     poke(args + 16, v)
     poke(args + 24, out)
@@ -476,5 +481,5 @@ def again(job: int, q: int, k: int, v: int, out: int) -> int:
 def build(key: Any) -> Any:
     """The compiled `int64 participate(int64)`, also fit to be a thread's entry, or `again`."""
     if isinstance(key, pool.AgainKey):
-        return cfunc(types.int64(*[types.int64] * 5), **KERNEL)(again)
+        return cfunc(types.int64(*[types.int64] * (5 + pool.MOST_MORE)), **KERNEL)(again)
     return cfunc(types.int64(types.int64), **KERNEL)(participate)
