@@ -75,7 +75,7 @@ def test_each_cause_has_its_reason(cause: str):
 
 def test_a_missing_package_is_a_reason():
     row = replace(ROW, needs=("no_such_package",))
-    here = replace(HERE, packages=(("numba", "0.61"),))
+    here = replace(HERE, packages=(("numba", "0.62"),))
     assert row.reasons_against(SPEC, here, by_name=True) == ("packages: no_such_package (not installed)",)
     assert not row.accepts(SPEC, here, by_name=True) and ROW.accepts(SPEC, here, by_name=True)
 
