@@ -21,7 +21,7 @@ from polyflash import UnsupportedError, attention, target
 from polyflash.integrations import flash_registry, sdpa
 
 HOPPER = target.parse("cuda:sm90")
-WITHOUT = replace(HOPPER, packages=(("numba", "0.61"), ("triton", "")))
+WITHOUT = replace(HOPPER, packages=(("numba", "0.62"), ("triton", "")))
 
 
 @pytest.fixture

@@ -34,7 +34,7 @@ from polyflash.tuning.trial import difference_of, trial, worst_row
 from polyflash.workloads import Workload
 from tests.catalogue import named
 
-HERE = replace(targets.detect("cpu"), packages=(("numba", "0.60"),))
+HERE = replace(targets.detect("cpu"), packages=(("numba", "0.62"),))
 SPEC = AttentionSpec(Phase.FORWARD, "float32", "cpu", 2, 4, 2, 40, 70, 64, 64, frozenset())
 CHOSEN, TUNED = Config(32, 512), Config(64, 256)
 ROW = Capability(
