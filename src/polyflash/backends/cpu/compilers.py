@@ -35,7 +35,7 @@ class InlinedLowering(typed_passes.NativeLowering):
         state.library = InlinedLibrary(state.targetctx.codegen(), state.func_id.func_qualname)
         state.flags.no_compile = True
         super().run_pass(state)
-        entry: Any = [].append  # something of numba's type for what callers know a function by, like no other
+        entry: Any = [].append  # callers know a function by a builtin one: each has its own
         state.targetctx.insert_user_function(entry, state.cr.fndesc, [state.library])
         state.cr = state.cr._replace(cfunc=entry)
         return True
