@@ -1,4 +1,4 @@
-"""One check of torch's that tells a call like an earlier one, for calls on a GPU, where the device waits for
+"""One check of torch's that tells a call like an earlier one, where the device or the keys in memory wait for
 Python: `routes.py: quiet` and a key ask for each of these things by itself, which takes twice as long."""
 
 from __future__ import annotations

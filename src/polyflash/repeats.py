@@ -109,12 +109,12 @@ def of_codes(
 ) -> tuple[Key | None, tuple[Any, ...], Repeat | None]:
     """The key of such a call of few rows whose k and v are `QuantizedTensor`s, over pages if there is a
     table, its tensors, and the call itself if it needs no key."""
-    if not (type(k) is type(v) is QuantizedTensor and k.source is v.source is None):
+    opened = _opened(k, v)
+    if opened is None:
         return None, (), None
-    forms: Key = k.scheme, v.scheme, k.layout, v.layout
-    tables = [x for x in (k.scale, k.shift, v.scale, v.shift) if x is not None]
+    forms, (k_codes, v_codes, *tables) = opened
     paged = () if table is None else (table, lens)
-    whole = q, k.codes, v.codes, *paged, *tables
+    whole = q, k_codes, v_codes, *paged, *tables
     repeat = seen((options, *forms), *whole) if q.is_cuda else None
     if repeat is not None:
         return None, whole, repeat
@@ -137,14 +137,28 @@ def of_codes(
     return key, (q, *whole[1:]), None
 
 
+def _opened(k: Any, v: Any) -> tuple[Key, tuple[Tensor, ...]] | None:
+    """The forms of quantised k and v, and their tensors, codes first; None of others, and of trained ones."""
+    if not (type(k) is type(v) is QuantizedTensor and k.source is v.source is None):
+        return None
+    tables = [x for x in (k.scale, k.shift, v.scale, v.shift) if x is not None]
+    return (k.scheme, v.scheme, k.layout, v.layout), (k.codes, v.codes, *tables)
+
+
 def at_once(q: Tensor, k: Any, v: Any, options: Key) -> Tensor | None:
     """The result of a call on a CPU whose every size and stride was that of others just before, as torch
     tells in one go."""
     if compiling():
         return None
+    given: tuple[Any, ...] = q, k, v
+    if type(k) is QuantizedTensor:
+        opened = _opened(k, v)
+        if opened is None:
+            return None
+        options, given = (options, *opened[0]), (q, *opened[1])
     for check, backend, run in _known.get(options, ()):
-        if check(q, k, v) and backend == backend_in_use.get():
-            return run(q, k, v) if unwatched() else None
+        if check(*given) and backend == backend_in_use.get():
+            return run(*given) if unwatched() else None
     return None
 
 
@@ -185,34 +199,17 @@ def call(key: Key | None, *tensors: Any, repeat: Repeat | None = None) -> Result
 
 
 def shorten(key: Key, repeat: Any, *tensors: Tensor) -> None:
-    """Calls of these very sizes and strides are made `at_once` from now on."""
-    check = alike(*tensors)
+    """Calls of these very sizes and strides are made `at_once` from now on; of rotated keys, whose q is
+    another one, none is."""
     (_, backend, *_), options, *_ = key
-    coded = len(tensors) > 3
-    if check is None or (coded and options[1].rotation != "none"):  # whose q is another one
+    if len(tensors) > 3 and options[1].rotation != "none":
         return
-    run = repeat.once(repeat.tally.count, *tensors)
-    if coded:
-        options, *forms = options
-        check, run = _of_opened(tuple(forms), check, run)
-    others = _known.pop(options, ())[: _KEPT_CHECKS - 1]
-    _make_room()
-    _known[options] = ((check, backend, run), *others)
-
-
-def _of_opened(forms: Key, check: Any, run: Any) -> tuple[Any, Any]:
-    """Two functions of q, k and v, quantised tensors of such forms, by those of the tensors in them."""
-
-    def opened(k: QuantizedTensor, v: QuantizedTensor) -> list[Tensor]:
-        tables = k.scale, k.shift, v.scale, v.shift
-        return [k.codes, v.codes, *[x for x in tables if x is not None]]
-
-    def told(q: Any, k: Any, v: Any) -> bool:
-        if not (type(k) is type(v) is QuantizedTensor and k.source is v.source is None):
-            return False
-        return (k.scheme, v.scheme, k.layout, v.layout) == forms and check(q, *opened(k, v))
-
-    return told, lambda q, k, v: run(q, *opened(k, v))
+    check = alike(*tensors)
+    run = check and repeat.once(repeat.tally.count, *tensors)
+    if run is not None:
+        others = _known.pop(options, ())[: _KEPT_CHECKS - 1]
+        _make_room()
+        _known[options] = ((check, backend, run), *others)
 
 
 def _make_room() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import threading
 from dataclasses import replace
@@ -269,14 +270,28 @@ class TestCodes:
             same_bits(attention(*call), want)
         assert not keyed
 
-    def test_codes_of_one_form_are_not_those_of_another(self):
+    @pytest.mark.parametrize("moment", MOMENTS)
+    def test_whatever_a_key_tells_is_told(self, moment):
+        given = self.coded("int4-token")
+        want = known(*given)
+
+        def found():
+            got = repeats.at_once(*given, self.OPTIONS)
+            return got is not None and torch.equal(got, want)
+
+        assert found()
+        assert MOMENTS[moment](found) is (moment not in SEEN_NO_MORE)
+        assert found()
+
+    def test_codes_of_one_form_are_not_those_of_another(self, monkeypatch):
         q, k, v = self.coded("int8")
         known(q, k, v)
         twin = quantize(k.values(torch.bfloat16), Scheme(rotation="hadamard"))
         assert repeats.at_once(q, k, v, self.OPTIONS) is not None
         for other in (twin, replace(k, layout="bshd"), k.codes):
             assert repeats.at_once(q, other, v, self.OPTIONS) is None
-        for _ in range(4):  # a rotated one needs another q
+        monkeypatch.setattr(repeats, "alike", None)  # nothing is made for a rotated one, whose q is another
+        for _ in range(4):
             got = attention(q, twin, v)
             assert repeats.at_once(q, twin, v, self.OPTIONS) is None
         repeats._known.clear()
@@ -285,13 +300,18 @@ class TestCodes:
     def test_storages_and_gradients(self):
         q, k, v = self.coded("int4-token")
         known(q, k, v)
-        for name in ("codes", "scale", "shift"):
-            x = getattr(v, name).clone()
-            short = replace(v, **{name: x})
-            assert repeats.at_once(q, k, short, self.OPTIONS) is not None
+        for side, name in itertools.product("kv", ("codes", "scale", "shift")):
+            kv = {"k": k, "v": v}
+            x = getattr(kv[side], name).clone()
+            kv[side] = replace(kv[side], **{name: x})
+            assert repeats.at_once(q, kv["k"], kv["v"], self.OPTIONS) is not None
             x.untyped_storage().resize_(x.untyped_storage().nbytes() - 4)
             with pytest.raises(SpecError, match="storage"):
-                attention(q, k, short)
+                attention(q, kv["k"], kv["v"])
+        short = q.clone()
+        short.untyped_storage().resize_(short.nbytes - 2)
+        with pytest.raises(SpecError, match="storage"):
+            attention(short, k, v)
         source = torch.randn(k.shape, dtype=torch.bfloat16, requires_grad=True)
         trained = quantize(source, k.scheme)
         assert repeats.at_once(q, trained, v, self.OPTIONS) is None

@@ -258,9 +258,9 @@ def start(frame: Frame, block: array[int], walks: Walks, most_keys: int, kept: l
         _kept.partials = memory
 
 
-def job(frame: Frame, block: array[int], walks: Walks, most_keys: int, more: Sequence[int] = ()) -> pool.Job:
-    """The job that `start` would run now, for calls at other addresses, of these words `more` than the first;
-    no two requests of theirs differ."""
+def job(frame: Frame, block: array[int], walks: Walks, most_keys: int, further: Sequence[int]) -> pool.Job:
+    """The job that `start` would run now, for calls at other addresses: of the first four words, and of the
+    `further` ones with these numbers. No two requests of theirs differ."""
     wanted, block = torch.get_num_threads(), block[:]
     items, threads, wake, tiles, size = lay(frame, block, walks, most_keys, [], wanted)
     counters = -(-8 * tiles // LINE) * LINE
@@ -270,7 +270,7 @@ def job(frame: Frame, block: array[int], walks: Walks, most_keys: int, more: Seq
         block[DECODE.done], block[DECODE.partials] = done, done + counters
     ctypes.memmove(at, block.tobytes(), 8 * len(block))
     call = frame.cut.kernel, at, items, threads, frame.cut.scratch_bytes, wake
-    return pool.job(memory, wanted, tiles // walks.length, done, more, *call)
+    return pool.job(memory, wanted, tiles // walks.length, done, further, *call)
 
 
 def _heads_per_item(num_kv_heads: int, splits: int, threads: int) -> int:

@@ -121,14 +121,15 @@ class OfKeys(Repeat):
 
     def once(
         self, count: Callable[[], None], q: Tensor, k: Tensor, v: Tensor, *tables: Tensor
-    ) -> Callable[..., Tensor | None]:
+    ) -> Callable[..., Tensor | None] | None:
         """A function that runs calls of just these sizes and strides: storages and addresses are left, and to
-        `count` each."""
+        `count` each. None if another thread has changed a table since the call."""
         again, block = pool.again(), self.frame.words[:]
         k_bytes, v_bytes, walks = self.place(block, q, k, v)
-        self.lay(block, len(k), k.shape[1], k.shape[2], tables)
+        if not self.lay(block, len(k), k.shape[1], k.shape[2], tables):
+            return None
         behind, words = [(x.element_size(), span(x)) for x in tables], [word for word, _, _ in self.tables]
-        none = (0,) * (pool.MOST_MORE - len(tables))
+        none = (0,) * (pool.MOST_FURTHER - len(tables))
         frame, most_keys, q_bytes, size = self.frame, len(k) * k.shape[2], self.q_bytes, k.element_size()
         q_size = q.element_size()
         out, _ = self.outputs(q, block)
@@ -141,18 +142,16 @@ class OfKeys(Repeat):
                 or v.storage_offset() * size + v_bytes > v.untyped_storage().nbytes()
             ):
                 return None
-            more = none
-            if tables:
-                for x, (each, reach) in zip(tables, behind, strict=True):
-                    if x.storage_offset() * each + reach > x.untyped_storage().nbytes():
-                        return None
-                more = (*(x.data_ptr() for x in tables), *none)
+            for x, (each, reach) in zip(tables, behind, strict=True):
+                if x.storage_offset() * each + reach > x.untyped_storage().nbytes():
+                    return None
             count()
             job, out = caller.jobs.get(run), empty(*likeness)
             # A finalizer may call, too, and be done before the addresses of this call are written.
             while job is None or again(
-                job[0], q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), *more
-            ):
+                job[0], q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(),
+                *[x.data_ptr() for x in tables], *none,
+            ):  # fmt: skip
                 job = caller.jobs[run] = decode.job(frame, block, walks, most_keys, words)
             return out
 

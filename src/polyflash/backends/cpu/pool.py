@@ -48,7 +48,7 @@ MAX_TEAM = 256
 # And what a job that runs again adds: what tells how many threads torch wants, the answer that it was made
 # for, how many words are to be 0 and where, role and threads, which a team overwrites; its arguments.
 AGAIN_ASK, AGAIN_WANTED, AGAIN_NUM_ZEROS, AGAIN_ZEROS, AGAIN_ROLE, AGAIN_THREADS = range(256, 304, 8)
-AGAIN_MORE, MOST_MORE = 304, 4  # places among the arguments
+AGAIN_FURTHER, MOST_FURTHER = 304, 4  # further addresses: their places among the arguments
 AGAIN_ARGUMENTS = 384
 WATCHED_CLOCKS = 4  # of a larger team these stand for all
 
@@ -281,17 +281,17 @@ def room(size: int) -> tuple[int, _Scratch]:
     return memory.address + AGAIN_ARGUMENTS, memory
 
 
-def job(memory: _Scratch, wanted: int, num_zeros: int, zeros: int, more: Sequence[int], *call: Any) -> Job:
+def job(memory: _Scratch, wanted: int, num_zeros: int, zeros: int, further: Sequence[int], *call: Any) -> Job:
     """Lays out in its `room` what `run(*call)` would run now, for `again()`, as long as torch wants so many
-    threads. When it begins, `num_zeros` words from address `zeros` on are 0; `more` addresses become these
-    words of its arguments."""
+    threads. When it begins, `num_zeros` words from address `zeros` on are 0. `further`: the numbers of the
+    words of its arguments that further addresses become."""
     if _participate is None:
         _load()
     words, team, kept = _laid(*call)
     while len(_caller.jobs) >= _KEPT_JOBS:
         _caller.jobs.pop(next(iter(_caller.jobs)))
     ctypes.memmove(memory.address, _pack_team(*words, *team), _pack_team_bytes)
-    places = [8 * word for word in more] + [0] * (MOST_MORE - len(more))
+    places = [8 * word for word in further] + [0] * (MOST_FURTHER - len(further))
     rest = array("q", (_torch_threads(), wanted, num_zeros, zeros, words[0], words[5], *places))
     ctypes.memmove(memory.address + AGAIN_ASK, rest.tobytes(), 8 * len(rest))
     return memory.address, (memory, kept)
@@ -299,12 +299,12 @@ def job(memory: _Scratch, wanted: int, num_zeros: int, zeros: int, more: Sequenc
 
 @lru_cache(maxsize=1)
 def again() -> Any:
-    """(job, four addresses, which become the first words of its arguments, MOST_MORE further ones, 0 of none)
-    -> 0, or 1 if it has not run, as torch wants another number of threads by now. None where that cannot be
-    asked."""
+    """(job, four addresses, which become the first words of its arguments, MOST_FURTHER further ones, 0 where
+    it has fewer) -> 0, or 1 if it has not run, as torch wants another number of threads by now. None where
+    that cannot be asked."""
     if not (_POSIX and _torch_threads()):
         return None
-    return ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_void_p] * (5 + MOST_MORE))(runtime.load(AgainKey()))
+    return ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_void_p] * (5 + MOST_FURTHER))(runtime.load(AgainKey()))
 
 
 @lru_cache(maxsize=1)

@@ -461,12 +461,12 @@ def again(job: int, q: int, k: int, v: int, out: int, a: int, b: int, c: int, d:
     if call0(peek(job + pool.AGAIN_ASK)) != peek(job + pool.AGAIN_WANTED):
         return 1
     args, zeros = peek(job + pool.CALLER_ARGUMENTS), peek(job + pool.AGAIN_ZEROS)
-    more = job + pool.AGAIN_MORE
-    poke(args + peek(more), a)
-    poke(args + peek(more + 8), b)
-    poke(args + peek(more + 16), c)
-    poke(args + peek(more + 24), d)
-    poke(args, q)  # after those that are none, which go here
+    places = job + pool.AGAIN_FURTHER
+    poke(args + peek(places), a)
+    poke(args + peek(places + 8), b)
+    poke(args + peek(places + 16), c)
+    poke(args + peek(places + 24), d)
+    poke(args, q)  # after those that there are not, which go here
     poke(args + 8, k)
     poke(args + 16, v)
     poke(args + 24, out)
@@ -481,5 +481,5 @@ def again(job: int, q: int, k: int, v: int, out: int, a: int, b: int, c: int, d:
 def build(key: Any) -> Any:
     """The compiled `int64 participate(int64)`, also fit to be a thread's entry, or `again`."""
     if isinstance(key, pool.AgainKey):
-        return cfunc(types.int64(*[types.int64] * (5 + pool.MOST_MORE)), **KERNEL)(again)
+        return cfunc(types.int64(*[types.int64] * (5 + pool.MOST_FURTHER)), **KERNEL)(again)
     return cfunc(types.int64(types.int64), **KERNEL)(participate)

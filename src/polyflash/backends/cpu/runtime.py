@@ -148,6 +148,9 @@ def _compile(key: Key) -> store.Object:
         except ImportError as error:  # as numba's beside a numpy that is newer than it knows
             told = "wanted a compiler that imports. pip install --upgrade numba, or take backend='torch'"
             raise UnsupportedError(f"numba: got {error}, {told}") from error
+        except AttributeError as error:  # as of a numba whose insides are others than compilers.py knows
+            told = "wanted one that polyflash knows. pip install 'numba<0.69', or take backend='torch'"
+            raise UnsupportedError(f"numba: got {error}, {told}") from error
         made = store.Object(kernel.native_name, _object_code(kernel, getattr(key, "isa", "")))
     missing = undefined_symbols(made.code) - _C_LIBRARY
     if missing:
