@@ -148,10 +148,7 @@ class OfKeys(Repeat):
             count()
             job, out = caller.jobs.get(run), empty(*likeness)
             # A finalizer may call, too, and be done before the addresses of this call are written.
-            while job is None or again(
-                job[0], q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(),
-                *[x.data_ptr() for x in tables], *none,
-            ):  # fmt: skip
+            while job is None or again(job[0], *[x.data_ptr() for x in (q, k, v, out, *tables)], *none):
                 job = caller.jobs[run] = decode.job(frame, block, walks, most_keys, words)
             return out
 
