@@ -290,10 +290,12 @@ class TestCodes:
         assert repeats.at_once(q, k, v, self.OPTIONS) is not None
         for other in (twin, replace(k, layout="bshd"), k.codes):
             assert repeats.at_once(q, other, v, self.OPTIONS) is None
-        monkeypatch.setattr(repeats, "alike", None)  # nothing is made for a rotated one, whose q is another
+        made, alike = [], repeats.alike
+        monkeypatch.setattr(repeats, "alike", lambda *x: made.append(x) or alike(*x))
         for _ in range(4):
             got = attention(q, twin, v)
             assert repeats.at_once(q, twin, v, self.OPTIONS) is None
+        assert not made  # of a rotated one, whose q is another
         repeats._known.clear()
         same_bits(got, attention(q, twin, v))
 
