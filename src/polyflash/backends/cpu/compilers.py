@@ -71,9 +71,8 @@ class InlinedCompiler(KernelCompiler):
 
 
 KERNEL: dict[str, Any] = {"forceinline": True, "pipeline_class": KernelCompiler}  # of `cfunc`
-INLINED: dict[
-    str, Any
-] = {  # of `njit`. Inlined, so nothing is seen to raise and objects need no Python symbol
+# Of `njit`: inlined, so nothing is seen to raise and objects need no Python symbol.
+INLINED: dict[str, Any] = {
     "forceinline": True,
     "no_cpython_wrapper": True,
     "no_cfunc_wrapper": True,
