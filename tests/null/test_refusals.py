@@ -285,6 +285,7 @@ CASES: dict[str, Callable[[], Any]] = {
     # torch's own registry
     "no registry": no_registry,
     "a compiler that does not import": lambda: runtime._compile(SimpleNamespace(name="x", builder="nowhere")),
+    "a numba of other insides": lambda: runtime._compile(SimpleNamespace(name="x", builder="math")),
     "dropout of the registry": lambda: flash_registry._flash_arguments(0.5, False, None, None),
     # statistics
     "lse of another type": statistics(lse=None), "lse shape": statistics(lse=x(2, 2, 6)),
