@@ -15,6 +15,7 @@ from polyflash import SpecError, attention, counters, quantize, repeats, use_bac
 from polyflash.quant import NAMED, Scheme
 from tests.api import test_repeats
 from tests.api.test_repeats import MOMENTS, keys
+from tests.api.test_repeats_of_codes import coded
 from tests.device import DEVICE
 from tests.tolerance import same_bits
 
@@ -240,17 +241,12 @@ def test_a_forked_child_makes_its_own(keyed):
 class TestCodes:
     OPTIONS = False, False, 0.0, None, None
 
-    @staticmethod
-    def coded(name, seed=0, seqlen=1100):
-        q, *kv = keys(seqlen, rows=1, dtype=torch.bfloat16, seed=seed)
-        return q, *map(quantize, kv, NAMED[name])
-
     @pytest.mark.parametrize("name", sorted(NAMED))
     def test_they_give_the_same(self, keyed, name):
         options = {"causal": True, "scale": -0.3}
-        known(*self.coded(name), **options)
+        known(*coded(name, 1100), **options)
         for seed in (1, 2):
-            q, k, v = self.coded(name, seed)
+            q, k, v = coded(name, 1100, seed=seed)
             keyed.clear()
             got = attention(q, k, v, **options)
             mixed = attention(q, k, replace(v, scale=v.scale.clone() * 2), **options)
@@ -258,12 +254,12 @@ class TestCodes:
             repeats._known.clear()
             same_bits(got, attention(q, k, v, **options))
             same_bits(mixed, attention(q, k, replace(v, scale=v.scale * 2), **options))
-            known(*self.coded(name), **options)
+            known(*coded(name, 1100), **options)
 
     def test_beside_tensors_and_other_schemes(self, keyed):
-        calls = [keys(1100, rows=1, dtype=torch.bfloat16), *(self.coded(x) for x in ("int8", "int4-token"))]
+        calls = [keys(1100, rows=1, dtype=torch.bfloat16), *(coded(x, 1100) for x in ("int8", "int4-token"))]
         q, k, v = calls[-1]
-        calls += [(q, replace(k, shift=k.shift + 1), v), self.coded("nf4")]
+        calls += [(q, replace(k, shift=k.shift + 1), v), coded("nf4", 1100)]
         wants = [known(*call) for call in calls]
         keyed.clear()
         for call, want in zip(calls, wants, strict=True):
@@ -272,7 +268,7 @@ class TestCodes:
 
     @pytest.mark.parametrize("moment", MOMENTS)
     def test_whatever_a_key_tells_is_told(self, moment):
-        given = self.coded("int4-token")
+        given = coded("int4-token", 1100)
         want = known(*given)
 
         def found():
@@ -284,7 +280,7 @@ class TestCodes:
         assert found()
 
     def test_codes_of_one_form_are_not_those_of_another(self, monkeypatch):
-        q, k, v = self.coded("int8")
+        q, k, v = coded("int8", 1100)
         known(q, k, v)
         twin = quantize(k.values(torch.bfloat16), Scheme(rotation="hadamard"))
         assert repeats.at_once(q, k, v, self.OPTIONS) is not None
@@ -300,7 +296,7 @@ class TestCodes:
         same_bits(got, attention(q, twin, v))
 
     def test_storages_and_gradients(self):
-        q, k, v = self.coded("int4-token")
+        q, k, v = coded("int4-token", 1100)
         known(q, k, v)
         for side, name in itertools.product("kv", ("codes", "scale", "shift")):
             kv = {"k": k, "v": v}

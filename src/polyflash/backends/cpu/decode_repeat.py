@@ -17,7 +17,7 @@ from polyflash.backends.cpu.words import DECODE
 from polyflash.quant.scheme import Block, codes_of
 from polyflash.results import NO_LSE, empty_of
 from polyflash.spec import Arguments
-from polyflash.storages import holds, near, span, stored
+from polyflash.storages import hold, holds, near, span, stored
 
 # Calls alike before a shorter way is made for more of them, which takes as long as some calls of few keys
 # save: layers of a model whose cache has grown are not to make one for every token.
@@ -128,7 +128,7 @@ class OfKeys(Repeat):
         k_bytes, v_bytes, walks = self.place(block, q, k, v)
         if not self.lay(block, len(k), k.shape[1], k.shape[2], tables):
             return None
-        behind, words = [(x.element_size(), span(x)) for x in tables], [word for word, _, _ in self.tables]
+        reaches, words = [span(x) for x in tables], [word for word, _, _ in self.tables]
         none = (0,) * (pool.MOST_FURTHER - len(tables))
         frame, most_keys, q_bytes, size = self.frame, len(k) * k.shape[2], self.q_bytes, k.element_size()
         q_size = q.element_size()
@@ -140,11 +140,9 @@ class OfKeys(Repeat):
                 q.storage_offset() * q_size + q_bytes > q.untyped_storage().nbytes()
                 or k.storage_offset() * size + k_bytes > k.untyped_storage().nbytes()
                 or v.storage_offset() * size + v_bytes > v.untyped_storage().nbytes()
+                or not hold(tables, reaches)
             ):
                 return None
-            for x, (each, reach) in zip(tables, behind, strict=True):
-                if x.storage_offset() * each + reach > x.untyped_storage().nbytes():
-                    return None
             count()
             job, out = caller.jobs.get(run), empty(*likeness)
             # A finalizer may call, too, and be done before the addresses of this call are written.
