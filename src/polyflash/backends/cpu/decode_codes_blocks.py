@@ -176,20 +176,6 @@ class CodesTile(Integers):
                         sums[f][r] = self._dot(e, sums[f][r], parts[f], y)
         return [x for some in sums for x in self._by_key_and_row(e, some)]
 
-    def _transposed(self, e: Emitter, x: list[Value]) -> list[Value]:
-        """Four vectors, every 4x4 lanes of theirs transposed."""
-        v, blocks = self.lanes, range(0, self.lanes, 4)  # v: where the second vector's lanes begin
-        for orders in (((0, v, 1, v + 1), (2, v + 2, 3, v + 3)), ((0, 1, v, v + 1), (2, 3, v + 2, v + 3))):
-            pairs = (x[0], x[1]), (x[2], x[3])
-            if orders[0][1] == 1:
-                pairs = (x[0], x[2]), (x[1], x[3])
-            x = [
-                e.shuffle(*pair, [lane + at for at in blocks for lane in order])
-                for pair in pairs
-                for order in orders
-            ]
-        return x
-
     def _by_key_and_row(self, e: Emitter, x: list[Value]) -> list[Value]:
         """Vectors of scores [key][row] of four keys; x[row] has parts of their sums as [128 bits][key]."""
         n, blocks, made = self.lanes, self.lanes // 4, []

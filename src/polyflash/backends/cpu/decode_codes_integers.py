@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from llvmlite import ir
@@ -18,6 +19,7 @@ MOST = 32767.0  # in steps of a scale
 MIDDLES = {"int8": (128, 0), "int4": (8,)}  # of parts by turns: the integer that stands for 0
 ROUNDED = 0x4B400000  # the bits of 1.5·2²³, beyond which a float32 counts in ones
 PARTS = 65000.0  # of a step: half of one is less than 2^15 of them
+CHOSEN = 0xCA  # of a `vpternlogd`: bits of the second where the first has ones, else of the third
 LEAST = 1e-34  # of a largest value, below which all are 0: the inverse of its scale is finite
 
 
@@ -166,13 +168,16 @@ class Integers(DecodeTile):
             for first in channels[:: max(1, LINE // (self.lanes * size))]:
                 e.prefetch(e.at(e.pointer(table), first * size), PREFETCH_LEVEL)
 
+        @cache
         def entries(table: Value, first: int) -> Value:
             there = ir.Constant(e.vbits, [first + m < key.head_dim for m in range(self.lanes)])
             return e.widen(e.load(e.pointer(table), first * size, kind, there), key.k.tables)
 
+        @cache
         def plain(r: int, first: int) -> Value:
             return e.load(source, r * key.query_row + first * 4)
 
+        @cache
         def value(r: int, first: int) -> Value:
             x = plain(r, first)
             return e.b.fmul(x, entries(tables[0], first)) if scaled else x
@@ -209,11 +214,15 @@ class Integers(DecodeTile):
         self, e: Emitter, planes: Value, unit: int, row: int, whole: list[Value]
     ) -> list[Value]:
         """Store them as [unit][part][row][word], so that a part of K meets its channels; for four keys at
-        once as [unit][column][part][row], of which every 128 bits repeat one of their four columns."""
-        step = self._step(self.key.k)
-        x = self._joined(e, [self._integers(e, y) for y in whole])
-        parts = [e.shuffle(x, x, (n + step * at for at in range(self.words.count))) for n in range(step)]
+        once as [unit][column][part][row], of which every 128 bits repeat one of their four columns. Returns
+        the parts, with their words in some order."""
+        step, joined = self._step(self.key.k), self.key.joined
+        groups = self.lanes // step
+        beside = [self._beside(e, whole[i : i + joined]) for i in range(0, len(whole), joined)]
+        parts = [e.b.bitcast(x, self.words) for x in self._turned(e, beside)]  # [group of lanes][whole]
+        order = [word % groups * len(whole) + word // groups for word in range(self.words.count)]
         for n, part in enumerate(parts):
+            part = e.shuffle(part, part, order)
             if not self.key.by_fours:
                 e.store(part, planes, ((unit * step + n) * self.rows + row) * e.bytes)
                 continue
@@ -222,6 +231,38 @@ class Integers(DecodeTile):
                 y = e.shuffle(part, part, (lane // 4 * 4 + j for lane in range(self.lanes)))
                 e.store(y, planes, (((unit * step + n) * 4 + j) * self.rows + row) * e.bytes)
         return parts
+
+    def _beside(self, e: Emitter, x: list[Value]) -> Value:
+        """The low bits of each lane of all vectors, side by side in a lane."""
+        b, width, made = e.b, 32 // len(x), x[0]
+        for n, y in enumerate(x[1:], 1):
+            low, y = e.ints((1 << n * width) - 1), b.shl(y, e.ints(n * width))
+            if e.isa == "avx512":  # LLVM would make slower shuffles of bytes
+                made = e.call("llvm.x86.avx512.pternlog.d.512", e.vi, [low, made, y, I32(CHOSEN)])
+            else:
+                made = b.or_(b.and_(made, low), y)
+        return made
+
+    def _turned(self, e: Emitter, x: list[Value]) -> list[Value]:
+        """As many vectors as x has, 1, 2 or 4, with all their square blocks of as many lanes transposed."""
+        v = self.lanes  # where the second vector's lanes begin
+        if len(x) == 2:
+            return [e.shuffle(*x, [at + lane for at in range(n, v, 2) for lane in (0, v)]) for n in (0, 1)]
+        return self._transposed(e, x) if len(x) == 4 else x
+
+    def _transposed(self, e: Emitter, x: list[Value]) -> list[Value]:
+        """Four vectors, every 4x4 lanes of theirs transposed."""
+        v, blocks = self.lanes, range(0, self.lanes, 4)  # v: where the second vector's lanes begin
+        for orders in (((0, v, 1, v + 1), (2, v + 2, 3, v + 3)), ((0, 1, v, v + 1), (2, 3, v + 2, v + 3))):
+            pairs = (x[0], x[1]), (x[2], x[3])
+            if orders[0][1] == 1:
+                pairs = (x[0], x[2]), (x[1], x[3])
+            x = [
+                e.shuffle(*pair, [lane + at for at in blocks for lane in order])
+                for pair in pairs
+                for order in orders
+            ]
+        return x
 
     def _joined(self, e: Emitter, x: list[Value]) -> Value:
         """One vector of all lanes of a power of two of vectors, one behind the other."""
