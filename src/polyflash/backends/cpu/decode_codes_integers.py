@@ -247,7 +247,7 @@ class Integers(DecodeTile):
         """As many vectors as x has, 1, 2 or 4, with all their square blocks of as many lanes transposed."""
         v = self.lanes  # where the second vector's lanes begin
         if len(x) == 2:
-            return [e.shuffle(*x, [at + lane for at in range(n, v, 2) for lane in (0, v)]) for n in (0, 1)]
+            return [e.shuffle(x[0], x[1], [at + m for at in range(n, v, 2) for m in (0, v)]) for n in (0, 1)]
         return self._transposed(e, x) if len(x) == 4 else x
 
     def _transposed(self, e: Emitter, x: list[Value]) -> list[Value]:
