@@ -305,6 +305,9 @@ def attention_paged(
     plain = plain and (scale is None or type(scale) is float) and (backend is None or type(backend) is str)
     if plain and type(q) is Tensor and type(k_pages) is type(v_pages) in (Tensor, QuantizedTensor):
         fixed = causal, return_lse, softcap, scale, backend, checked
+        result = None if q.is_cuda else repeats.at_once(q, k_pages, v_pages, fixed, page_table, kv_lens)
+        if result is not None:
+            return result
         if type(k_pages) is QuantizedTensor:
             key, tensors, repeat = repeats.of_codes(q, k_pages, v_pages, fixed, page_table, kv_lens)
         else:

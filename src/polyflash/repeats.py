@@ -145,17 +145,18 @@ def _opened(k: Any, v: Any) -> tuple[Key, tuple[Tensor, ...]] | None:
     return (k.scheme, v.scheme, k.layout, v.layout), (k.codes, v.codes, *tables)
 
 
-def at_once(q: Tensor, k: Any, v: Any, options: Key) -> Tensor | None:
+def at_once(q: Tensor, k: Any, v: Any, options: Key, *paged: Tensor) -> Tensor | None:
     """The result of a call on a CPU whose every size and stride was that of others just before, as torch
-    tells in one go."""
+    tells in one go. `paged`: the table and lengths of one over pages."""
     if compiling():
         return None
-    given: tuple[Any, ...] = q, k, v
+    given: tuple[Any, ...] = q, k, v, *paged
     if type(k) is QuantizedTensor:
         opened = _opened(k, v)
         if opened is None:
             return None
-        options, given = (options, *opened[0]), (q, *opened[1])
+        forms, (k_codes, v_codes, *tables) = opened
+        options, given = (options, *forms), (q, k_codes, v_codes, *paged, *tables)
     for check, backend, run in _known.get(options, ()):
         if check(*given) and backend == backend_in_use.get():
             return run(*given) if unwatched() else None
@@ -202,7 +203,7 @@ def shorten(key: Key, repeat: Any, *tensors: Tensor) -> None:
     """Calls of these very sizes and strides are made `at_once` from now on; of rotated keys, whose q is
     another one, none is."""
     (_, backend, *_), options, *_ = key
-    if len(tensors) > 3 and options[1].rotation != "none":
+    if type(options[0]) is tuple and options[1].rotation != "none":
         return
     check = alike(*tensors)
     run = check and repeat.once(repeat.tally.count, *tensors)

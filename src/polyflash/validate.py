@@ -34,7 +34,7 @@ def check_shapes(q: Any, k: Any, v: Any, paged: bool = False, codes: str = "") -
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, torch.Tensor):
             raise spec_error(name, type(x).__name__, "a torch.Tensor", "Use torch.as_tensor().")
-        _check_layout(name, x)
+        check_layout(name, x)
         if x.ndim != 4:
             wanted = "4: (batch, heads, seqlen, head_dim), or (batch, seqlen, heads, head_dim) under bshd"
             change = "Use unsqueeze() or view()."
@@ -77,7 +77,7 @@ def check_shapes(q: Any, k: Any, v: Any, paged: bool = False, codes: str = "") -
         raise spec_error("heads", got, wanted, change)
 
 
-def _check_layout(name: str, x: Tensor) -> None:
+def check_layout(name: str, x: Tensor) -> None:
     """A tensor has an address and strides: it is neither sparse nor nested."""
     if not is_strided(x):
         change = "Use attention_varlen()." if x.is_nested else "Use .to_dense() before the call."
@@ -90,7 +90,7 @@ def check_layouts(q: Any, k: Any, v: Any, rest: tuple[Any, ...], out: Any = None
     ordinary tensors skips this."""
     for at, x in enumerate((q, k, v, out, *rest)):
         if isinstance(x, torch.Tensor):
-            _check_layout(("q", "k", "v", "out", *Arguments._fields)[at], x)
+            check_layout(("q", "k", "v", "out", *Arguments._fields)[at], x)
 
 
 def check_operands(q: Tensor, k: Tensor, args: Arguments) -> int:
@@ -358,7 +358,7 @@ def _check_rising(intervals: Tensor) -> None:
 
 def check_like(name: str, x: Tensor, shape: tuple[int, ...], dtype: Any, q: Any, change: str) -> None:
     """Shape and dtype of a tensor that goes with q, on its device."""
-    _check_layout(name, x)
+    check_layout(name, x)
     if tuple(x.shape) != shape or x.dtype is not dtype or x.device != q.device:
         got, wanted = f"{tuple(x.shape)} {x.dtype} on {x.device}", f"{shape} {dtype} on {q.device}"
         raise spec_error(name, got, wanted, change)

@@ -244,7 +244,7 @@ class Integers(DecodeTile):
         return made
 
     def _turned(self, e: Emitter, x: list[Value]) -> list[Value]:
-        """As many vectors as x has, 1, 2 or 4, with all their square blocks of as many lanes transposed."""
+        """Transposes 1, 2 or 4 vectors: all their square blocks of as many lanes."""
         v = self.lanes  # where the second vector's lanes begin
         if len(x) == 2:
             return [e.shuffle(x[0], x[1], [at + m for at in range(n, v, 2) for m in (0, v)]) for n in (0, 1)]

@@ -35,6 +35,7 @@ class Repeat:
         self.frame, self.head_dim_v = frame, v.shape[3] * (forms[1].packed if forms[1] else 1)
         self.q_bytes = q.nbytes
         self.need_lse = args.need_lse
+        self.short, self.same = not args.need_lse and pool.again() is not None, False
         self.tables: list[tuple[int, Block, int]] = []  # of codes: first word, what shares an entry, channels
         for x, form, name in zip((k, v), forms, "kv", strict=True):
             for table in ("scale", "shift"):
@@ -65,9 +66,8 @@ class OfKeys(Repeat):
     def __init__(self, frame: decode.Frame, q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> None:
         super().__init__(frame, q, k, v, args)
         self.k_bytes, self.v_bytes = (span(x[:1, :1, :1]) for x in (k, v))  # of a key
-        self.short = not self.need_lse and pool.again() is not None
         self.sizes: Any = None  # of K and V in the last call, and how many more were alike
-        self.times, self.same = 0, False
+        self.times = 0
 
     def place(self, block: array[int], q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, decode.Walks]:
         """Writes all of a call but addresses into its block. Bytes from the first element of K and of V to
@@ -160,6 +160,18 @@ class OfPages(Repeat):
     def __init__(self, frame: decode.Frame, q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> None:
         super().__init__(frame, q, k, v, args)
         self.k_bytes, self.v_bytes = span(k), span(v)
+        self.sizes: Any = None  # of the table and lengths in the last call, and how many more were alike
+        self.times = 0
+
+    def place(self, block: array[int], table: Tensor, lens: Tensor) -> None:
+        """Writes all of a table but its address into a call's block."""
+        sizes = table.shape, table.stride(), lens.stride()
+        self.times = self.times + 1 if sizes == self.sizes else 0
+        self.sizes, self.same = sizes, self.short and self.times >= OFTEN
+        block[DECODE.seqlen_k] = block[DECODE.page_size] * table.shape[1]
+        row, entry = near(table).stride()
+        block[DECODE.page_table_batch], block[DECODE.page_table_entry] = 4 * row, 4 * entry
+        block[DECODE.kv_lens_stride] = 4
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, table: Tensor, lens: Tensor, *tables: Tensor
@@ -176,24 +188,61 @@ class OfPages(Repeat):
         for (word, _, _), x in zip(self.tables, tables, strict=True):  # whose strides are known
             block[word] = x.data_ptr()
         block[DECODE.k], block[DECODE.v] = k.data_ptr(), v.data_ptr()
-        block[DECODE.seqlen_k] = block[DECODE.page_size] * table.shape[1]
+        self.place(block, table, lens)
         live = array("i", lens.tolist())  # read once: another thread may write the caller's
         block[DECODE.page_table], block[DECODE.kv_lens] = table.data_ptr(), live.buffer_info()[0]
-        row, entry = near(table).stride()
-        block[DECODE.page_table_batch], block[DECODE.page_table_entry] = 4 * row, 4 * entry
-        block[DECODE.kv_lens_stride] = 4
         at = q.data_ptr(), block[DECODE.k], block[DECODE.v], block[DECODE.page_table]  # 0: as above
         if not (all(at) and _names_pages()(block.buffer_info()[0], len(q))):
             return None
         out, lse = self.outputs(q, block)
         most_keys = block[DECODE.num_pages] * block[DECODE.page_size]
-        fewest, most = self.walk(min(live)), self.walk(max(live))
-        if fewest == most:  # a walk grows with its keys
-            walks = decode.Walks(*most, len(live) * most[1])
-        else:
+        walks = self.walks(live)
+        if walks is None:
             walks = decode.unlike([(b, *self.walk(n)) for b, n in enumerate(live)])
         decode.start(frame, block, walks, most_keys, [])
         return out, lse
+
+    def once(
+        self, count: Callable[[], None], q: Tensor, k: Tensor, v: Tensor, *rest: Tensor
+    ) -> Callable[..., Tensor | None]:
+        """A function like that of `OfKeys`, which leaves requests that differ in their splits, and what is to
+        be refused, to the longer way. `rest`: the table, lengths, and tables of codes."""
+        again, block, names_pages = pool.again(), self.frame.words[:], _names_pages()
+        self.place(block, *rest[:2])
+        reaches = [span(x) for x in (q, k, v, *rest)]
+        words = [DECODE.page_table, DECODE.kv_lens, *(word for word, _, _ in self.tables)]
+        none = (0,) * (pool.MOST_FURTHER - len(words))
+        most_keys, requests = block[DECODE.num_pages] * block[DECODE.page_size], len(q)
+        out, _ = self.outputs(q, block)
+        empty, likeness, caller = empty_of(q.device), (tuple(out.shape), out.stride(), out.dtype), pool.caller
+
+        def run(
+            q: Tensor, k: Tensor, v: Tensor, table: Tensor, lens: Tensor, *tables: Tensor
+        ) -> Tensor | None:
+            if not hold((q, k, v, table, lens, *tables), reaches):
+                return None
+            live = array("i", lens.tolist())
+            walks = self.walks(live)
+            asked = block[:]
+            asked[DECODE.page_table] = at = table.data_ptr()
+            asked[DECODE.kv_lens] = length_at = live.buffer_info()[0]
+            if walks is None or not names_pages(asked.buffer_info()[0], requests):
+                return None
+            count()
+            job, out = caller.jobs.get((run, walks)), empty(*likeness)
+            further = at, length_at, *[x.data_ptr() for x in tables], *none
+            while job is None or again(job[0], *[x.data_ptr() for x in (q, k, v, out)], *further):
+                job = caller.jobs[run, walks] = decode.job(self.frame, block, walks, most_keys, words)
+            return out
+
+        return run
+
+    def walks(self, live: Sequence[int]) -> decode.Walks | None:
+        """The walks of requests with so many keys each, if they are alike."""
+        fewest, most = self.walk(min(live)), self.walk(max(live))
+        if fewest != most:  # a walk grows with its keys
+            return None
+        return decode.Walks(*most, len(live) * most[1])
 
     def walk(self, live: int) -> tuple[int, int]:
         """First split and number of splits of a request with so many keys."""

@@ -48,7 +48,7 @@ MAX_TEAM = 256
 # And what a job that runs again adds: what tells how many threads torch wants, the answer that it was made
 # for, how many words are to be 0 and where, role and threads, which a team overwrites; its arguments.
 AGAIN_ASK, AGAIN_WANTED, AGAIN_NUM_ZEROS, AGAIN_ZEROS, AGAIN_ROLE, AGAIN_THREADS = range(256, 304, 8)
-AGAIN_FURTHER, MOST_FURTHER = 304, 4  # further addresses: their places among the arguments
+AGAIN_FURTHER, MOST_FURTHER = 304, 6  # further addresses: their places among the arguments
 AGAIN_ARGUMENTS = 384
 WATCHED_CLOCKS = 4  # of a larger team these stand for all
 

@@ -456,7 +456,7 @@ def participate(block: int) -> int:
     return 0
 
 
-def again(job: int, q: int, k: int, v: int, out: int, a: int, b: int, c: int, d: int) -> int:
+def again(job: int, q: int, k: int, v: int, out: int, a: int, b: int, c: int, d: int, e: int, f: int) -> int:
     """A job of pool.py's, at these addresses; 1 if torch wants another number of threads than it has."""
     if call0(peek(job + pool.AGAIN_ASK)) != peek(job + pool.AGAIN_WANTED):
         return 1
@@ -466,6 +466,8 @@ def again(job: int, q: int, k: int, v: int, out: int, a: int, b: int, c: int, d:
     poke(args + peek(places + 8), b)
     poke(args + peek(places + 16), c)
     poke(args + peek(places + 24), d)
+    poke(args + peek(places + 32), e)
+    poke(args + peek(places + 40), f)
     poke(args, q)  # after those that there are not, which go here
     poke(args + 8, k)
     poke(args + 16, v)
