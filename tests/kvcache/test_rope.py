@@ -108,3 +108,15 @@ def test_factors_of_a_step_are_those_of_each_width():
             with pytest.raises(SpecError):
                 step.write(k, k, layer=1, rope=rope, q=wrong)  # type: ignore[arg-type]
     assert torch.equal(cache.read(request, layer=1)[0], rope.rotate(k, torch.arange(3)))
+
+
+def test_a_cache_takes_no_gradients_of_tables():
+    angles = torch.randn(50, 4)
+    rope = Rope(cos=angles.cos().requires_grad_(), sin=angles.sin().requires_grad_())
+    cache = KVCache(4, 16, num_kv_heads=2, head_dim=8)
+    (request,) = cache.add()
+    for _ in range(3):  # the last ones like those before
+        k, v, q = (torch.randn(1, 2, 8) for _ in "kvq")
+        turned = cache.append([request], k, v, rope=rope, q=q)
+        assert turned is not None and not turned.requires_grad
+    assert not cache.k_pages[0].requires_grad

@@ -50,7 +50,7 @@ class Step:
         if any(evicted):
             ahead, each = (torch.tensor(x, device="cpu") for x in (evicted, self.counts))
             positions = positions + ahead.repeat_interleave(each)
-        self.slot_mapping, self._positions = moved(slots, tables.device), positions
+        self.slot_mapping, self._positions, self._total = moved(slots, tables.device), positions, len(slots)
         self.writers = tuple(Writer(pools, self.slot_mapping, where) for pools in cache.codes)
 
     @cached_property
@@ -64,7 +64,7 @@ class Step:
 
     def has_written(self, layer: int) -> bool:
         """Says whether this layer has written its tokens."""
-        return layer in self._written or not self.slot_mapping.shape[0]
+        return layer in self._written or not self._total
 
     def write(
         self,
@@ -88,33 +88,38 @@ class Step:
             UnsupportedError: a tensor needs a gradient, which ends at the pool."""
         self._check_open()
         given = (k, v) if q is None else (k, v, q)
-        total, layers = len(self.slot_mapping), self.cache.num_layers
-        known = type(layer) is int and 0 <= layer < layers and self.cache.writes.told(total, *given)
+        layers = self.cache.num_layers
+        known = type(layer) is int and 0 <= layer < layers and self.cache.writes.told(self._total, *given)
         if not known:
             self._check(layer, *given)
-        with torch.no_grad():
-            turn = None if rope is None else self._turn_by(rope, positions)
-            q = q if q is None or turn is None else turn.of(q)
-            if self.writers:
-                for writer, x, way in zip(self.writers, (k, v), (turn, None), strict=True):
-                    writer.write(layer, x, way, known)
-            else:
-                k_pool, v_pool = self.cache.pools(layer)
-                write_slots(k_pool, k if turn is None else turn.of(k), self.slot_mapping)
-                write_slots(v_pool, v, self.slot_mapping)
+        if known and rope is None:  # none of the like needs a gradient
+            self._put(layer, k, v, None, True)
+        else:
+            with torch.no_grad():
+                turn = None if rope is None else self._turn_by(rope, positions)
+                q = q if q is None or turn is None else turn.of(q)
+                self._put(layer, k, v, turn, known)
         self._written.add(layer)
         return q
 
+    def _put(self, layer: int, k: Tensor, v: Tensor, turn: Turn | None, known: bool) -> None:
+        if self.writers:
+            for writer, x, way in zip(self.writers, (k, v), (turn, None), strict=True):
+                writer.write(layer, x, way, known)
+        else:
+            k_pool, v_pool = self.cache.pools(layer)
+            write_slots(k_pool, k if turn is None else turn.of(k), self.slot_mapping)
+            write_slots(v_pool, v, self.slot_mapping)
+
     def _check(self, layer: int, k: Tensor, v: Tensor, q: Tensor | None = None) -> None:
         """Checks what a layer writes, and has more of the like found quickly."""
-        pools, total = self.cache.pools(layer), len(self.slot_mapping)
-        for name, x, pool in zip("kv", (k, v), pools, strict=True):
-            check_tokens(name, x, pool, total)
+        for name, x, pool in zip("kv", (k, v), self.cache.pools(layer), strict=True):
+            check_tokens(name, x, pool, self._total)
         given = [x for x in (k, v, q) if x is not None]
         if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in given):
             told = "a cache is for inference, and one needs a gradient. Use no_grad()"
             raise UnsupportedError(f"k, v, q: {told}")
-        self.cache.writes.keep(total, *given)
+        self.cache.writes.keep(self._total, *given)
 
     def _turn_by(self, rope: Rope, positions: Tensor | None) -> Turn:
         """The turn of this write; that of an earlier one, if it has the same factors."""
