@@ -169,6 +169,7 @@ def views_of(form: Form, q: Any, k: Any, v: Any, out: Any = None) -> list[Any]:
                 raise _wrong_rank(form, name, x)
             views.append(x)
             continue
+        validate.check_layout(name, x)
         shape = Form.BSHD if name.endswith("_pages") else form
         if x.ndim != (4 if shape is Form.BSHD else 3):
             raise _wrong_rank(form, name, x)
@@ -187,13 +188,12 @@ def _coded(form: Form, name: str, x: QuantizedTensor) -> QuantizedTensor:
 
 
 def _view(form: Form, name: str, x: Tensor) -> Tensor:
-    """A view, which torch makes of no nested tensor, and of none that its storage is too small for."""
+    """A view, which torch makes of no tensor that its storage is too small for."""
     try:
         if form is Form.BSHD:
             return x.transpose(1, 2)
         return x.unsqueeze(2) if form is Form.PAGED else x.transpose(0, 1).unsqueeze(0)
     except RuntimeError:
-        validate.check_layout(name, x)
         check_storages({name: x})
         raise
 
@@ -219,8 +219,7 @@ def _check_table(form: Form, q: Tensor, page_table: Any) -> None:
     if not isinstance(page_table, Tensor):
         change = "Use torch.tensor(rows, dtype=torch.int32)."
         raise spec_error("page_table", described(page_table), "int32 tensor (batch, max_pages)", change)
-    if q.is_nested or page_table.is_nested:
-        return  # which have no shape, and are refused in words later
+    validate.check_layout("page_table", page_table)
     if form is Form.PAGED and page_table.ndim == 2 and q.shape[0] != page_table.shape[0]:
         wanted = f"{page_table.shape[0]}, one token per request of page_table"
         raise spec_error("q rows", q.shape[0], wanted, "Say with cu_seqlens_q which rows are whose.")

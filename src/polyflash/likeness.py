@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _len_torch_dispatch_stack as modes
 from torch._C._autograd import _top_saved_tensors_default_hooks as saved_hooks
 from torch.autograd import forward_ad, profiler
 
@@ -16,7 +17,7 @@ from polyflash.storages import hold, is_readable, span
 
 def unwatched() -> bool:
     """Does nobody see a call of tensors that are `alike`? Modes and casts show in their dispatch keys."""
-    seen = profiler._is_profiler_enabled or forward_ad._current_level >= 0
+    seen = profiler._is_profiler_enabled or forward_ad._current_level >= 0 or modes() > 0  # torch's own too
     return not seen and saved_hooks(False) is None
 
 

@@ -80,7 +80,11 @@ def check_shapes(q: Any, k: Any, v: Any, paged: bool = False, codes: str = "") -
 def check_layout(name: str, x: Tensor) -> None:
     """A tensor has an address and strides: it is neither sparse nor nested."""
     if not is_strided(x):
-        change = "Use attention_varlen()." if x.is_nested else "Use .to_dense() before the call."
+        change = (
+            "Concatenate members for attention_varlen()."
+            if x.is_nested
+            else "Use .to_dense() before the call."
+        )
         got = "a nested tensor" if x.is_nested else x.layout
         raise spec_error(f"{name} layout", got, "torch.strided", change)
 

@@ -7,8 +7,10 @@ import threading
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
-from polyflash import SpecError, attention_paged, counters, quantize, repeats, use_backend
+from polyflash import SpecError, attention_paged, attention_varlen, counters, quantize, repeats, use_backend
 from polyflash.kvcache import KVCache
 from polyflash.quant import NAMED
 from tests.api import test_repeats
@@ -59,12 +61,16 @@ def known(*given, **options):
     return want
 
 
-def whole_way(*given, **options):
+def fresh(call):
     kept, repeats._known = repeats._known, {}
     try:
-        return attention_paged(*given, **options)
+        return call()
     finally:
         repeats._known = kept
+
+
+def whole_way(*given, **options):
+    return fresh(lambda: attention_paged(*given, **options))
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
@@ -94,17 +100,33 @@ def test_over_codes(keyed, name):
         same_bits(got, whole_way(*given))
 
 
-def test_requests_that_differ_in_their_splits_go_the_longer_way(keyed):
-    given = pages()
+@pytest.mark.parametrize("name", ("", "int8"))
+@pytest.mark.parametrize("most", (0, 1 << 21))
+def test_requests_that_differ_in_their_splits(keyed, monkeypatch, name, most):
+    monkeypatch.setattr(decode_repeat, "JOB_BYTES", most)
+    pool.caller.jobs.clear()
+    given = pages(dtype=torch.bfloat16, name=name)
     known(*given)
-    for lens in ((700, 1500), (0, 3000), (2048, 2049)):
-        keyed.clear()
-        other = (*given[:4], torch.tensor(lens, dtype=torch.int32))
-        same_bits(attention_paged(*other), whole_way(*other))
-        assert keyed
     keyed.clear()
-    attention_paged(*given)
-    assert not keyed
+    for lens in ((700, 1500), (0, 3000), (2048, 2049), (700, 811)):
+        other = (*given[:4], torch.tensor(lens, dtype=torch.int32))
+        got = attention_paged(*other)
+        assert not keyed
+        same_bits(got, whole_way(*other))
+        keyed.clear()
+    (of_these,) = (x for x in repeats._known.values() if isinstance(x, tuple))
+    assert len(of_these) == 1 and bool(pool.caller.jobs) is bool(most)
+
+
+def test_torchs_own_modes_see_a_known_call():
+    given = pages()
+    want = known(*given)
+    graph = make_fx(lambda *x: attention_paged(*x))(*given)
+    other = pages(seed=3)
+    same_bits(graph(*given), want)
+    same_bits(graph(*other), attention_paged(*other))
+    with FakeTensorMode():
+        assert repeats.at_once(*given[:3], OPTIONS, *given[3:]) is None
 
 
 def test_other_tables_are_others(keyed):
@@ -171,29 +193,47 @@ def test_whatever_a_key_tells_is_told(moment):
     assert found()
 
 
+def nested(*x: Tensor, **how) -> Tensor:
+    return torch.nested.nested_tensor([y.float() for y in x], **how)
+
+
 @pytest.mark.parametrize("place", range(5))
-def test_nested_tensors_are_refused_in_words(place):
+@pytest.mark.parametrize(
+    "make", (lambda x: nested(x[0]), lambda x: nested(x, x), lambda x: nested(x[0], x[1]))
+)
+def test_nested_tensors_are_refused_in_words(place, make):
     given = list(pages())
     known(*given)
-    given[place] = torch.nested.nested_tensor([given[place][0].float()])
-    with pytest.raises(SpecError, match="nested"):
-        attention_paged(*given)
-    if place < 3:
-        bounds = torch.tensor([0, 1, 2], dtype=torch.int32)
+    given[place] = make(given[place])
+    bounds = torch.tensor([0, 1, 2], dtype=torch.int32)
+    for options in ({}, {"cu_seqlens_q": bounds}):
         with pytest.raises(SpecError, match="nested"):
-            attention_paged(*given, cu_seqlens_q=bounds)
+            attention_paged(*given, **options)
+
+
+@pytest.mark.parametrize("layout", (torch.strided, torch.jagged))
+def test_nested_packed_rows_are_refused_in_words(layout):
+    q, bounds = torch.randn(4, 2, 8), torch.tensor([0, 4], dtype=torch.int32)
+    for place in range(3):
+        given = [q, q, q]
+        given[place] = nested(q, q[:3], layout=layout)
+        with pytest.raises(SpecError, match="nested"):
+            attention_varlen(*given, cu_seqlens_q=bounds, cu_seqlens_k=bounds)
+    k, v, table, lens = pages()[1:]
+    with pytest.raises(SpecError, match="q"):
+        attention_paged(quantize(k, NAMED["int8"][0], layout="bshd"), k, v, table, lens)
 
 
 def test_options_and_backends_are_told_apart(keyed):
     given = pages()
-    plain, causal = known(*given), known(*given, scale=0.5)
-    assert not torch.equal(plain, causal)
+    plain, scaled = known(*given), known(*given, scale=0.5)
+    assert not torch.equal(plain, scaled)
     with use_backend("cpu"):
         same_bits(known(*given), plain)
     out, _ = known(*given, return_lse=True)
     same_bits(out, plain)
     keyed.clear()
-    same_bits(attention_paged(*given, scale=0.5), causal)
+    same_bits(attention_paged(*given, scale=0.5), scaled)
     assert not keyed
     counters(reset=True)
     for _ in range(3):
@@ -250,6 +290,4 @@ def test_layers_of_a_cache(keyed, name):
             keyed.clear()
             got = cache.attend(q, request, layer=layer)
             assert n == 70 or not keyed
-            kept, repeats._known = repeats._known, {}
-            same_bits(got, cache.attend(q, request, layer=layer))
-            repeats._known = kept
+            same_bits(got, fresh(lambda: cache.attend(q, request, layer=layer)))  # noqa: B023

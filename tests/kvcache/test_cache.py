@@ -627,3 +627,24 @@ def test_slots_are_64_bit_numbers(counts: tuple[int, ...]) -> None:
     want = [row[at // 16] * 16 + at % 16 for row, at in places], [at for _, at in places]
     assert [x.tolist() for x in got] == [*want]
     assert all(x.dtype is torch.int64 for x in got)
+
+
+def test_a_pool_whose_storage_shrank_is_not_written_beyond_it():
+    k, v = torch.zeros(8, 16, 2, 64), torch.zeros(8, 16, 2, 64)
+    cache = KVCache.over(k, v)
+    (request,) = cache.add()
+    token = torch.randn(1, 2, 64)
+    for _ in range(3):
+        cache.append([request], token, token)
+    v.untyped_storage().resize_(2048)
+    with pytest.raises((SpecError, RuntimeError), match="storage"):
+        cache.append([request], token, token)
+
+
+def test_known_writes_pass_by_a_pool_that_needs_a_gradient_by_now():
+    cache = KVCache(4, 16, num_kv_heads=2, head_dim=8)
+    (request,) = cache.add()
+    cache.k_pages[0].requires_grad_()
+    for _ in range(3):
+        cache.append([request], torch.randn(1, 2, 8), torch.randn(1, 2, 8))
+    assert cache.k_pages[0].is_leaf

@@ -92,7 +92,7 @@ class Step:
         known = type(layer) is int and 0 <= layer < layers and self.cache.writes.told(self._total, *given)
         if not known:
             self._check(layer, *given)
-        if known and rope is None:  # none of the like needs a gradient
+        if rope is None and known and self.writers:  # nothing of theirs needs a gradient
             self._put(layer, k, v, None, True)
         else:
             with torch.no_grad():

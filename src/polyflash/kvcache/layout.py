@@ -98,7 +98,12 @@ def write_slots(pages: Tensor, values: Tensor, slots: Tensor) -> None:
     inside the pool: nothing is checked."""
     num_pages, page_size = pages.shape[:2]
     if pages.stride(0) == page_size * pages.stride(1) or page_size == 1:
-        pages.view(num_pages * page_size, *pages.shape[2:]).index_copy_(0, slots, values)
+        flat = pages.as_strided(  # which looks whether the storage has so many
+            (num_pages * page_size, *pages.shape[2:]),
+            (pages.stride(0) // page_size, *pages.stride()[2:]),
+            pages.storage_offset(),
+        )
+        flat.index_copy_(0, slots, values)
         return
     page = torch.div(slots, page_size, rounding_mode="floor")
     pages.index_put_((page, slots - page * page_size), values)

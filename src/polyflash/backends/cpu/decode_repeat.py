@@ -22,6 +22,7 @@ from polyflash.storages import hold, holds, near, span, stored
 # Calls alike before a shorter way is made for more of them, which takes as long as some calls of few keys
 # save: layers of a model whose cache has grown are not to make one for every token.
 OFTEN, MANY_BYTES = 32, 1 << 24
+JOB_BYTES = 1 << 21  # of the results of splits of a call over pages that is kept
 
 
 class Repeat:
@@ -35,7 +36,8 @@ class Repeat:
         self.frame, self.head_dim_v = frame, v.shape[3] * (forms[1].packed if forms[1] else 1)
         self.q_bytes = q.nbytes
         self.need_lse = args.need_lse
-        self.short, self.same = not args.need_lse and pool.again() is not None, False
+        self.short = not args.need_lse and pool.again() is not None
+        self.same = False
         self.tables: list[tuple[int, Block, int]] = []  # of codes: first word, what shares an entry, channels
         for x, form, name in zip((k, v), forms, "kv", strict=True):
             for table in ("scale", "shift"):
@@ -196,22 +198,22 @@ class OfPages(Repeat):
             return None
         out, lse = self.outputs(q, block)
         most_keys = block[DECODE.num_pages] * block[DECODE.page_size]
-        walks = self.walks(live)
-        if walks is None:
-            walks = decode.unlike([(b, *self.walk(n)) for b, n in enumerate(live)])
-        decode.start(frame, block, walks, most_keys, [])
+        decode.start(frame, block, self.walks(live), most_keys, [])
         return out, lse
 
     def once(
         self, count: Callable[[], None], q: Tensor, k: Tensor, v: Tensor, *rest: Tensor
     ) -> Callable[..., Tensor | None]:
-        """A function like that of `OfKeys`, which leaves requests that differ in their splits, and what is to
-        be refused, to the longer way. `rest`: the table, lengths, and tables of codes."""
-        again, block, names_pages = pool.again(), self.frame.words[:], _names_pages()
+        """A function that runs calls of just these sizes and strides, or gives None for what is to be refused
+        elsewhere. `rest`: the table, lengths, and tables of codes. Requests that differ in their splits, and
+        many splits, whose results take much memory, are no job that is kept."""
+        again, names_pages, frame = pool.again(), _names_pages(), self.frame
+        block, cut = frame.words[:], frame.cut
         self.place(block, *rest[:2])
         reaches = [span(x) for x in (q, k, v, *rest)]
         words = [DECODE.page_table, DECODE.kv_lens, *(word for word, _, _ in self.tables)]
         none = (0,) * (pool.MOST_FURTHER - len(words))
+        most_splits = JOB_BYTES // (frame.num_kv_heads * cut.chunks * cut.partial_bytes)
         most_keys, requests = block[DECODE.num_pages] * block[DECODE.page_size], len(q)
         out, _ = self.outputs(q, block)
         empty, likeness, caller = empty_of(q.device), (tuple(out.shape), out.stride(), out.dtype), pool.caller
@@ -222,26 +224,31 @@ class OfPages(Repeat):
             if not hold((q, k, v, table, lens, *tables), reaches):
                 return None
             live = array("i", lens.tolist())
-            walks = self.walks(live)
+            further = table.data_ptr(), live.buffer_info()[0], *[x.data_ptr() for x in tables]
             asked = block[:]
-            asked[DECODE.page_table] = at = table.data_ptr()
-            asked[DECODE.kv_lens] = length_at = live.buffer_info()[0]
-            if walks is None or not names_pages(asked.buffer_info()[0], requests):
+            asked[DECODE.page_table], asked[DECODE.kv_lens], *_ = further
+            if not names_pages(asked.buffer_info()[0], requests):
                 return None
             count()
-            job, out = caller.jobs.get((run, walks)), empty(*likeness)
-            further = at, length_at, *[x.data_ptr() for x in tables], *none
-            while job is None or again(job[0], *[x.data_ptr() for x in (q, k, v, out)], *further):
-                job = caller.jobs[run, walks] = decode.job(self.frame, block, walks, most_keys, words)
+            walks, out = self.walks(live), empty(*likeness)
+            of_call = [x.data_ptr() for x in (q, k, v, out)]
+            if walks.each is not None or walks.splits > most_splits:
+                for word, address in zip((*range(4), *words), (*of_call, *further), strict=True):
+                    asked[word] = address
+                decode.start(frame, asked, walks, most_keys, [])
+                return out
+            job = caller.jobs.get((run, walks))
+            while job is None or again(job[0], *of_call, *further, *none):
+                job = caller.jobs[run, walks] = decode.job(frame, block, walks, most_keys, words)
             return out
 
         return run
 
-    def walks(self, live: Sequence[int]) -> decode.Walks | None:
-        """The walks of requests with so many keys each, if they are alike."""
+    def walks(self, live: Sequence[int]) -> decode.Walks:
+        """The walks of requests with so many keys each."""
         fewest, most = self.walk(min(live)), self.walk(max(live))
         if fewest != most:  # a walk grows with its keys
-            return None
+            return decode.unlike([(b, *self.walk(n)) for b, n in enumerate(live)])
         return decode.Walks(*most, len(live) * most[1])
 
     def walk(self, live: int) -> tuple[int, int]:
