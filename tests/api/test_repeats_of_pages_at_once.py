@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from polyflash import SpecError, attention_paged, attention_varlen, counters, quantize, repeats, use_backend
 from polyflash.kvcache import KVCache
 from polyflash.quant import NAMED
-from tests.api import test_repeats
+from tests.api import test_repeats, test_repeats_at_once
 from tests.api.test_repeats import MOMENTS
 from tests.device import DEVICE
 from tests.tolerance import same_bits
@@ -24,14 +24,9 @@ decode_repeat = pytest.importorskip("polyflash.backends.cpu.decode_repeat")
 if DEVICE.type != "cpu" or pool.again() is None:
     pytest.skip("calls on a CPU whose torch tells its number of threads", allow_module_level=True)
 
-nothing_known = test_repeats.nothing_known
+nothing_known, soon = test_repeats.nothing_known, test_repeats_at_once.soon
 HEADS, KV_HEADS, DIM, PAGE = 4, 2, 64, 64
 OPTIONS = False, False, 0.0, None, None, False
-
-
-@pytest.fixture(autouse=True)
-def soon(monkeypatch):
-    monkeypatch.setattr(decode_repeat, "OFTEN", 1)
 
 
 @pytest.fixture
