@@ -80,12 +80,9 @@ def check_shapes(q: Any, k: Any, v: Any, paged: bool = False, codes: str = "") -
 def check_layout(name: str, x: Tensor) -> None:
     """A tensor has an address and strides: it is neither sparse nor nested."""
     if not is_strided(x):
-        change = (
-            "Concatenate members for attention_varlen()."
-            if x.is_nested
-            else "Use .to_dense() before the call."
-        )
-        got = "a nested tensor" if x.is_nested else x.layout
+        got, change = str(x.layout), "Use .to_dense() before the call."
+        if x.is_nested:
+            got, change = "a nested tensor", "Concatenate members for attention_varlen()."
         raise spec_error(f"{name} layout", got, "torch.strided", change)
 
 

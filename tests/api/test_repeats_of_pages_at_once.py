@@ -14,7 +14,7 @@ from polyflash import SpecError, attention_paged, attention_varlen, counters, qu
 from polyflash.kvcache import KVCache
 from polyflash.quant import NAMED
 from tests.api import test_repeats, test_repeats_at_once
-from tests.api.test_repeats import MOMENTS
+from tests.api.test_repeats import MOMENTS, whole_way
 from tests.device import DEVICE
 from tests.tolerance import same_bits
 
@@ -56,16 +56,8 @@ def known(*given, **options):
     return want
 
 
-def fresh(call):
-    kept, repeats._known = repeats._known, {}
-    try:
-        return call()
-    finally:
-        repeats._known = kept
-
-
-def whole_way(*given, **options):
-    return fresh(lambda: attention_paged(*given, **options))
+def by_itself(*given, **options):
+    return whole_way(lambda: attention_paged(*given, **options))
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
@@ -79,7 +71,7 @@ def test_they_give_the_same(keyed, dtype, options):
             keyed.clear()
             got = attention_paged(*given, **options)
             assert not keyed
-            want = whole_way(*given, **options)
+            want = by_itself(*given, **options)
             assert got.stride() == want.stride() and got.dtype is want.dtype
             same_bits(got, want)
 
@@ -92,7 +84,7 @@ def test_over_codes(keyed, name):
         keyed.clear()
         got = attention_paged(*given)
         assert not keyed
-        same_bits(got, whole_way(*given))
+        same_bits(got, by_itself(*given))
 
 
 @pytest.mark.parametrize("name", ("", "int8"))
@@ -107,7 +99,7 @@ def test_requests_that_differ_in_their_splits(keyed, monkeypatch, name, most):
         other = (*given[:4], torch.tensor(lens, dtype=torch.int32))
         got = attention_paged(*other)
         assert not keyed
-        same_bits(got, whole_way(*other))
+        same_bits(got, by_itself(*other))
         keyed.clear()
     (of_these,) = (x for x in repeats._known.values() if isinstance(x, tuple))
     assert len(of_these) == 1 and bool(pool.caller.jobs) is bool(most)
@@ -256,7 +248,7 @@ def test_threads_have_calls_of_their_own():
 
     def work(seed):
         given = pages((2900 - seed, 3100 - seed), seed=seed)
-        want = whole_way(*given)
+        want = by_itself(*given)
         wrong.extend(seed for _ in range(30) if not torch.equal(attention_paged(*given), want))
 
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(3)]
@@ -285,4 +277,4 @@ def test_layers_of_a_cache(keyed, name):
             keyed.clear()
             got = cache.attend(q, request, layer=layer)
             assert n == 70 or not keyed
-            same_bits(got, fresh(lambda: cache.attend(q, request, layer=layer)))  # noqa: B023
+            same_bits(got, whole_way(lambda: cache.attend(q, request, layer=layer)))  # noqa: B023
