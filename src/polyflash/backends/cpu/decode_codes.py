@@ -47,17 +47,23 @@ def walk(key: CodesKey, stage: Any, list_rows: Any) -> Any:
         list_rows(tile, v, V_BATCH, tile.v_rows + place, first, last)
 
     @device
-    def fold(tile, floats, q, j, i_h, ahead):
-        """At `q` integers of the rows of Q for the keys that share with j what is folded into Q."""
-        scale = shift = later_scale = later_shift = tile.zero
-        later = least(j + ahead, tile.item.live - 1)
+    def scale(tile, q, j, i_h, ahead):
+        """Prepare at `q` the next `fold`, of the keys that share j's scales of channels."""
+        scales = later = tile.zero
         if CHANNEL_SCALES:
-            scale = entry_at(tile, K_SCALE, K_TOKENS, j, i_h)
-            later_scale = entry_at(tile, K_SCALE, K_TOKENS, later, i_h)
+            end = tile.item.live - 1
+            scales = entry_at(tile, K_SCALE, K_TOKENS, least(j, end), i_h)
+            later = entry_at(tile, K_SCALE, K_TOKENS, least(j + ahead, end), i_h)
+        stage.scale_query(q, scales, later)
+
+    @device
+    def fold(tile, q, j, i_h, ahead):
+        """At `q` the rows of Q for the keys that share with j what is folded into Q."""
+        shift = later = tile.zero
         if SHIFTED:
             shift = entry_at(tile, K_SHIFT, SHIFT_TOKENS, j, i_h)
-            later_shift = entry_at(tile, K_SHIFT, SHIFT_TOKENS, later, i_h)
-        stage.fold_query(floats, q, scale, shift, later_scale, later_shift)
+            later = entry_at(tile, K_SHIFT, SHIFT_TOKENS, least(j + ahead, tile.item.live - 1), i_h)
+        stage.fold_query(q, shift, later)
 
     @device
     def score_block(tile, q, first, last, begin, i_h, k_rows, later, top, v_later, ahead):
@@ -74,7 +80,9 @@ def walk(key: CodesKey, stage: Any, list_rows: Any) -> Any:
         while j < last:
             end = least(last, (quotient(j, run) + 1) * run) if run < BEYOND else last
             if FOLDED:
-                fold(tile, q, q, j, i_h, ahead)
+                fold(tile, q, j, i_h, ahead)
+            if CHANNEL_SCALES:
+                scale(tile, q, end, i_h, ahead)
             at = j // STEP * STEP
             vectors, far = ((end + STEP - 1) // STEP * STEP - at) // KEYS, (at - begin) * 8
             s_at, scales = s + (at - begin) * ROWS * 4, tile.stage + (at - begin) * KEY_WIDTH * 4
@@ -105,11 +113,12 @@ def walk(key: CodesKey, stage: Any, list_rows: Any) -> Any:
         `beyond`."""
         args = tile.args
         block, block_n, slot_bytes = tile.block, args.block_n, (args.block_n + LANES) * 8
-        if not FOLDED:
-            for i_h in range(heads):
-                q = tile.q + i_h * args.q_tile
-                stage.fold_query(q, q, tile.zero, tile.zero, tile.zero, tile.zero)
         ahead = greatest(KEYS_AHEAD // heads, block_n)
+        for i_h in range(heads):
+            q = tile.q + i_h * args.q_tile
+            scale(tile, q, key_lo, i_h, ahead)
+            if not FOLDED:
+                fold(tile, q, key_lo, i_h, ahead)
         i_n, end_n = key_lo // block_n, (key_hi + block_n - 1) // block_n
         while i_n < end_n:
             first, last = greatest(i_n * block_n, key_lo), least((i_n + 1) * block_n, key_hi)

@@ -21,7 +21,7 @@ from llvmlite import ir
 
 from polyflash.backends.cpu.address_lists import PREFETCH_LEVEL
 from polyflash.backends.cpu.configs import STEP
-from polyflash.backends.cpu.decode_codes_integers import PARTS, ROUNDED, Integers
+from polyflash.backends.cpu.decode_codes_integers import PARTS, ROUNDED, Integers, Line
 from polyflash.backends.cpu.decode_units import sums_of_lanes
 from polyflash.backends.cpu.intrinsics import stage
 from polyflash.backends.cpu.simd import F32, I32, I64, Emitter, Value
@@ -68,10 +68,9 @@ class CodesTile(Integers):
 
         def group(i: Value, values: list[Value]) -> list[Value]:
             p_rows, p_s, largest, at, p_later, p_scales, p_values = values
-            for n in range(lent):
-                row = e.pointer(e.load(p_values, 8 * n, I64))
-                self._ask(e, row, self.key.v, self.key.head_dim_v)
-            made = sums_of(e, p_rows, p_later, planes, p_scales)
+            value_lines = self._lines(self.key.v, self.key.head_dim_v)
+            values_later = [(p_values, n, byte) for n in range(lent) for byte in value_lines]
+            made = sums_of(e, p_rows, p_later, planes, p_scales, values_later)
             made = [score(*x, e.at(p_scales, j * self.keys * width_of_scales)) for j, x in enumerate(made)]
             ids = [b.add(at, e.ints(j * self.keys)) for j in range(together)]
 
@@ -114,9 +113,15 @@ class CodesTile(Integers):
         p_sums = e.b.alloca(kind, size=self.lanes * sets) if self.rows == 1 else None
 
         def sums_of(
-            e: Emitter, p_rows: Value, p_later: Value, planes: Value, p_scales: Value
+            e: Emitter,
+            p_rows: Value,
+            p_later: Value,
+            planes: Value,
+            p_scales: Value,
+            values_later: list[Line],
         ) -> list[list[Value]]:
             sums: list[Value] = []
+            self._ask_lines(e, values_later)
             if self.rows == 1:
                 places = (p_rows, 8), (p_later, 8), (p_sums, sets * e.bytes), (p_scales, width)
                 with e.walk(self.keys, *places, rolled=True) as (*listed, p_sum, scales):
@@ -142,28 +147,38 @@ class CodesTile(Integers):
         return [x for n, x in enumerate(sums) if n % each // self.rows == i]
 
     def _sums_by_fours(
-        self, e: Emitter, p_rows: Value, p_later: Value, planes: Value, p_scales: Value
+        self,
+        e: Emitter,
+        p_rows: Value,
+        p_later: Value,
+        planes: Value,
+        p_scales: Value,
+        values_later: list[Line],
     ) -> list[tuple[Value, ...]]:
         """`_of_fours` by whole steps of Q, and by parts."""
+        key_lines, keys = self._lines(self.key.k, self.key.head_dim), range(4 * self.fours)
+        lines = evenly([(p_later, j, byte) for j in keys for byte in key_lines], values_later)
         sets = [
-            self._of_fours(e, p_rows, p_later, e.at(planes, i * self.key.finer))
+            self._of_fours(e, p_rows, e.at(planes, i * self.key.finer), lines if i == 0 else [])
             for i in range(1 + self.key.split)
         ]
         return [*zip(*sets, strict=True)]
 
-    def _of_fours(self, e: Emitter, p_rows: Value, p_later: Value, planes: Value) -> list[Value]:
+    def _of_fours(self, e: Emitter, p_rows: Value, planes: Value, lines: list[Line]) -> list[Value]:
         """The integers of the scores of four keys. The 32-bit columns of every 128 bits of theirs are
         transposed, so that a lane sums products of one key: only lanes of a key 128 bits apart are left to
-        be added, of each row once for the four."""
-        codes, step = self.key.k, self._step(self.key.k)
-        fours = range(self.fours)
+        be added, of each row once for the four. `lines` are prefetched among the products: in front of them
+        the rows at hand would wait behind what comes from memory."""
+        codes, step, done = self.key.k, self._step(self.key.k), 0
+        fours, units = range(self.fours), self._units_of(self.key.k, self.key.head_dim)
         sums: list[list[Value]] = [[e.ints(0)] * self.rows for _ in fours]
-        keys = range(4 * self.fours)
-        rows, later = ([e.pointer(e.load(p, 8 * j, I64)) for j in keys] for p in (p_rows, p_later))
-        for row in later:
-            self._ask(e, row, codes, self.key.head_dim)
-        for u in self._units_of(codes, self.key.head_dim):
-            x = [self._words(e, row, codes, self.key.head_dim, u) for row in rows]
+        rows = [e.pointer(e.load(p_rows, 8 * j, I64)) for j in range(4 * self.fours)]
+        turns = len(units) * 4 * step
+        words = [self._words(e, row, codes, self.key.head_dim, 0) for row in rows]
+        for u in units:
+            x = words
+            if u + 1 < len(units):
+                words = [self._words(e, row, codes, self.key.head_dim, u + 1) for row in rows]
             turned = [
                 self._transposed(e, [e.b.bitcast(y, e.vi) for y in x[4 * f : 4 * f + 4]]) for f in fours
             ]
@@ -174,6 +189,8 @@ class CodesTile(Integers):
                     y = e.load(planes, place, self.words)
                     for f in fours:
                         sums[f][r] = self._dot(e, sums[f][r], parts[f], y)
+                self._ask_lines(e, lines[len(lines) * done // turns : len(lines) * (done + 1) // turns])
+                done += 1
         return [x for some in sums for x in self._by_key_and_row(e, some)]
 
     def _by_key_and_row(self, e: Emitter, x: list[Value]) -> list[Value]:
@@ -339,9 +356,7 @@ class CodesTile(Integers):
         with e.walk(count, *places, rolled=True, carried={"acc": zeros}) as walk:
             p_rows, p_weights, p_later = walk
             keys = [e.pointer(e.load(p_rows, 8 * j, I64)) for j in range(n)]
-            for j, byte in lines:
-                row = e.pointer(e.load(p_later, 8 * j, I64))
-                e.prefetch(e.at(row, byte), PREFETCH_LEVEL)
+            self._ask_lines(e, [(p_later, j, byte) for j, byte in lines])
             walk.acc = self._weigh_keys(e, keys, p_weights, walk.acc, rows, columns)
         self._add_values(e, walk.acc, o, alpha, sums, rows, columns)
 
@@ -429,3 +444,9 @@ class CodesTile(Integers):
             block, place = divmod(word, 8)
             order.append((2 * part + place // 4) * n + 4 * block + place % 4)
         return e.shuffle(y, y, order)
+
+
+def evenly(*lists: list[Line]) -> list[Line]:
+    """All of some lists in one, each spread over the whole of it."""
+    placed = [(i / len(some), x) for some in lists for i, x in enumerate(some)]
+    return [x for _, x in sorted(placed, key=lambda y: y[0])]

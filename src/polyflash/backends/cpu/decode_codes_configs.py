@@ -19,8 +19,8 @@ from polyflash.target import Target
 
 READ = ("int8", "int4")  # codes that become 16-bit integers in registers
 MOST_CHANNELS = 256
-STATS = 4  # vectors behind the planes of Q: scale, sum of shifts, what the middle of codes adds, of a row; by
-# whole steps, then by parts of one
+STATS = 6  # vectors behind the planes of Q: of a row its step, sum of shifts, what the middle of codes adds
+NEXT = 4  # by whole steps, then by parts of one; from here on the step and its inverse for the next fold
 BLOCK_CHANNELS = 32  # of V that share a scale, unless all do: whole 128-bit lanes
 
 
@@ -115,6 +115,24 @@ class CodesKey(CodedKey):
     @property
     def query_stats(self) -> int:
         return self.planes + self.finer * (2 if self.split else 1)
+
+    @property
+    def scaled(self) -> bool:
+        """Whether Q is multiplied by scales of K's channels."""
+        return self.k.scale.channels == 1
+
+    @property
+    def next_steps(self) -> int:
+        return self.query_stats + NEXT * 4 * self.lanes
+
+    @property
+    def products(self) -> int:
+        """Bytes before the rows of Q as float32 that the next fold takes: those times scales of channels."""
+        return self.query_stats + STATS * 4 * self.lanes if self.scaled else 0
+
+    @property
+    def query_tile(self) -> int:
+        return self.query_stats + STATS * 4 * self.lanes + self.rows * self.query_row * self.scaled
 
     @property
     def by_fours(self) -> bool:
@@ -231,7 +249,7 @@ def scratch(key: CodesKey | DecodedKey, block_n: int) -> Scratch:
     groups, live, vector = key.value_groups, key.live_groups, key.lanes * 4
     row = max(key.head_dim, key.head_dim_v) * max(4, STORAGE_BYTES[key.storage]) + LINE
     sizes = dict.fromkeys(Scratch._fields[:-1], 0) | {
-        "q": MOST_HEADS * (key.query_stats + STATS * vector),
+        "q": MOST_HEADS * key.query_tile,
         "o": key.partial_bytes(key.head_dim_v),
         "k": 2 * (block_n + key.lanes) * 8,
         "v": 2 * (block_n + key.lanes) * 8,

@@ -69,12 +69,14 @@ class FloatsTile(CodesTile):
         return e.shuffle(x, x, own)
 
     # S = K·Q
+    def _store_steps(self, e: Emitter, tile: Value, tops: list[Value]) -> None:
+        """Store none: nothing is rounded."""
+
     @stage
-    def fold_query(self, e: Emitter, floats, q, scale, shift, later_scale, later_shift) -> None:
-        """At `q` the rows of Q in the order of K's values, times the scales of channels at `scale`, and their
-        products with the shifts; tables that K has not are not read. The later ones are prefetched."""
-        key, planes = self.key, e.at(e.pointer(q), self.key.planes)
-        value, total = self._folding(e, floats, (scale, shift), (later_scale, later_shift))
+    def fold_query(self, e: Emitter, q, shift, later) -> None:
+        """At `q` the rows that `scale_query` left there in the order of K's values, and the product of Q with
+        the shifts, if K has any. The `later` shifts are prefetched."""
+        key, tile = self.key, e.pointer(q)
         unit = key.unit_of(key.k)
         per, order = unit // self.lanes, [0] * unit
         for channel in range(unit):
@@ -82,12 +84,12 @@ class FloatsTile(CodesTile):
             order[i * self.lanes + lane] = channel
         for u in self._units_of(key.k, key.head_dim):
             for r in range(self.rows):
-                x = self._joined(e, [value(r, (u * per + i) * self.lanes) for i in range(per)])
+                own = (self._product(e, tile, r, (u * per + i) * self.lanes) for i in range(per))
+                x = self._joined(e, [*own])
                 for i in range(per):
                     y = e.shuffle(x, x, order[i * self.lanes : (i + 1) * self.lanes])
-                    e.store(y, planes, ((u * per + i) * self.rows + r) * e.bytes)
-        total = self._of_rows(e, [total(r) for r in range(self.rows)], e.b.fadd)
-        e.store(total, e.at(e.pointer(q), key.query_stats))
+                    e.store(y, tile, key.planes + ((u * per + i) * self.rows + r) * e.bytes)
+        e.store(self._moved(e, tile, shift, later), tile, key.query_stats)
 
     def _score(self, e: Emitter, tile: Value) -> Callable[..., Value]:
         b, codes = e.b, self.key.k

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from itertools import product
+from typing import Any, TypeAlias
 
 from llvmlite import ir
 
@@ -12,7 +14,7 @@ from polyflash.backends.cpu.configs import LINE
 from polyflash.backends.cpu.decode_blocks import DecodeTile
 from polyflash.backends.cpu.decode_codes_configs import CodesKey
 from polyflash.backends.cpu.intrinsics import stage
-from polyflash.backends.cpu.simd import I8, I16, I32, Emitter, Value
+from polyflash.backends.cpu.simd import I8, I16, I32, I64, Emitter, Value
 from polyflash.quant.scheme import KINDS, Codes, per_word
 
 MOST = 32767.0  # in steps of a scale
@@ -20,6 +22,7 @@ MIDDLES = {"int8": (128, 0), "int4": (8,)}  # of parts by turns: the integer tha
 ROUNDED = 0x4B400000  # the bits of 1.5·2²³, beyond which a float32 counts in ones
 PARTS = 65000.0  # of a step: half of one is less than 2^15 of them
 CHOSEN = 0xCA  # of a `vpternlogd`: bits of the second where the first has ones, else of the third
+Line: TypeAlias = tuple[Value, int, int]  # a list of addresses, an entry of it, and a byte of its row
 LEAST = 1e-34  # of a largest value, below which all are 0: the inverse of its scale is finite
 
 
@@ -125,25 +128,43 @@ class Integers(DecodeTile):
             e.store(b.bitcast(b.xor(b.bitcast(x, e.vi), flip), e.vf), place, first * 4)
 
     @stage
-    def fold_query(self, e: Emitter, floats, q, scale, shift, later_scale, later_shift) -> None:
-        """At `q` the rows of Q as integers, times the scales of channels at `scale`, and their product with
-        the shifts; tables that K has not are not read. The later ones are prefetched."""
-        b, key, rows, tile = e.b, self.key, range(self.rows), e.pointer(q)
-        channels = range(0, key.query_row // 4, self.lanes)
-        value, total = self._folding(e, floats, (scale, shift), (later_scale, later_shift))
-        tops, totals = [e.ints(0)] * self.rows, [total(r) for r in rows]
-        for first in channels:
-            for r in rows:
-                tops[r] = e.smax(tops[r], self._bits_of_size(e, value(r, first)))
-        plain = key.k.scale.channels == 0 and not key.bytes
-        unit, inverse = self._steps(e, self._of_rows(e, tops, e.smax), self.most, power=plain)
+    def scale_query(self, e: Emitter, q, scale, later) -> None:
+        """Prepare the next `fold_query`, as a largest value and its inverse are long in coming: the rows of Q
+        at `q` times the scales of channels at `scale`, if K has those, and their steps. The `later` scales
+        are prefetched."""
+        key, tile, tops = self.key, e.pointer(q), [e.ints(0)] * self.rows
+        scales = self._entries(e, scale, later) if key.scaled else None
+        for first in self._vectors():
+            for r in range(self.rows):
+                place = r * key.query_row + first * 4
+                x = e.load(tile, place)
+                if scales is not None:
+                    x = e.b.fmul(x, scales(first))
+                    e.store(x, tile, key.products + place)
+                tops[r] = e.smax(tops[r], self._bits_of_size(e, x))
+        self._store_steps(e, tile, tops)
+
+    def _store_steps(self, e: Emitter, tile: Value, tops: list[Value]) -> None:
+        """Store those of rows whose largest |x| `tops` have, lane by lane."""
+        power = not (self.key.scaled or self.key.bytes)
+        known = self._steps(e, self._of_rows(e, tops, e.smax), self.most, power=power)
+        for i, x in enumerate(known):
+            e.store(x, tile, self.key.next_steps + i * e.bytes)
+
+    @stage
+    def fold_query(self, e: Emitter, q, shift, later) -> None:
+        """At `q` integers of the rows that `scale_query` left there, and the product of Q with the shifts, if
+        K has any. The `later` shifts are prefetched."""
+        b, key, rows, tile, channels = e.b, self.key, range(self.rows), e.pointer(q), self._vectors()
+        unit, inverse = (e.load(tile, key.next_steps + i * e.bytes) for i in (0, 1))
+        totals = self._moved(e, tile, shift, later)
         sums, finer, per = [e.ints(0)] * self.rows, [e.ints(0)] * self.rows, 2 * per_word(key.k)
         units, steps = ([e.shuffle(x, x, [r] * self.lanes) for r in rows] for x in (unit, inverse))
         for u in range(0, len(channels), per):
             for r in rows:
                 whole, rest = [], []
                 for first in channels[u : u + per]:
-                    x = value(r, first)
+                    x = self._product(e, tile, r, first)
                     whole.append(self._rounded(e, x, steps[r]))
                     if key.split:
                         left = self._left(e, x, whole[-1], units[r])
@@ -155,40 +176,39 @@ class Integers(DecodeTile):
                     finer[r] = self._counted(e, finer[r], rest, parts)
         middle = ir.Constant(e.vi, [self.middles[m % len(self.middles)] for m in range(self.lanes)])
         more = [self._of_rows(e, [b.mul(x, middle) for x in y], b.add) for y in (sums, finer)]
-        for i, x in enumerate((unit, self._of_rows(e, totals, b.fadd), *more[: 1 + key.split])):
+        for i, x in enumerate((unit, totals, *more[: 1 + key.split])):
             e.store(x, tile, key.query_stats + i * e.bytes)
 
-    def _folding(self, e: Emitter, floats: Value, tables: Any, later: Any) -> tuple[Any, Any]:
-        """Make what gives a vector of row r of Q, times K's scales if they are those of channels, and what
-        gives a row's products with the shifts, lane by lane. The later tables are prefetched."""
-        key, source, channels = self.key, e.pointer(floats), range(0, self.key.query_row // 4, self.lanes)
-        scaled, moved = key.k.scale.channels == 1, key.k.shift is not None
-        size, kind = (4, e.vf) if key.k.tables == "float32" else (2, e.vh)
-        for table in [later[0]] * scaled + [later[1]] * moved:
-            for first in channels[:: max(1, LINE // (self.lanes * size))]:
-                e.prefetch(e.at(e.pointer(table), first * size), PREFETCH_LEVEL)
+    def _vectors(self) -> range:
+        """The first channels of a row's vectors."""
+        return range(0, self.key.query_row // 4, self.lanes)
+
+    def _product(self, e: Emitter, tile: Value, r: int, first: int) -> Value:
+        """A vector of row r of Q, times K's scales if they are those of channels."""
+        return e.load(tile, self.key.products + r * self.key.query_row + first * 4)
+
+    def _moved(self, e: Emitter, tile: Value, shift: Value, later: Value) -> Value:
+        """The products of the rows of Q with K's shifts, in the lanes of a row; 0 if it has none."""
+        totals = [e.floats(0)] * self.rows
+        if self.key.k.shift is not None:
+            shifts = self._entries(e, shift, later)
+            for r, first in product(range(self.rows), self._vectors()):
+                x = e.load(tile, r * self.key.query_row + first * 4)
+                totals[r] = e.fma(x, shifts(first), totals[r])
+        return self._of_rows(e, totals, e.b.fadd)
+
+    def _entries(self, e: Emitter, table: Value, later: Value) -> Callable[[int], Value]:
+        """Make what gives a vector of a table of channels as floats; the `later` one is prefetched."""
+        size, kind = (4, e.vf) if self.key.k.tables == "float32" else (2, e.vh)
+        for first in self._vectors()[:: max(1, LINE // (self.lanes * size))]:
+            e.prefetch(e.at(e.pointer(later), first * size), PREFETCH_LEVEL)
 
         @cache
-        def entries(table: Value, first: int) -> Value:
-            there = ir.Constant(e.vbits, [first + m < key.head_dim for m in range(self.lanes)])
-            return e.widen(e.load(e.pointer(table), first * size, kind, there), key.k.tables)
+        def entries(first: int) -> Value:
+            there = ir.Constant(e.vbits, [first + m < self.key.head_dim for m in range(self.lanes)])
+            return e.widen(e.load(e.pointer(table), first * size, kind, there), self.key.k.tables)
 
-        @cache
-        def plain(r: int, first: int) -> Value:
-            return e.load(source, r * key.query_row + first * 4)
-
-        @cache
-        def value(r: int, first: int) -> Value:
-            x = plain(r, first)
-            return e.b.fmul(x, entries(tables[0], first)) if scaled else x
-
-        def total(r: int) -> Value:
-            x = e.floats(0)
-            for first in channels if moved else ():
-                x = e.fma(plain(r, first), entries(tables[1], first), x)
-            return x
-
-        return value, total
+        return entries
 
     def _of_rows(self, e: Emitter, x: list[Value], combine: Any) -> Value:
         """One vector of those of all rows: in a row's lanes what `combine` makes of all lanes of its own."""
@@ -274,6 +294,11 @@ class Integers(DecodeTile):
         """Prefetches a row of the next block."""
         for byte in self._lines(codes, channels):
             e.prefetch(e.at(row, byte), PREFETCH_LEVEL)
+
+    def _ask_lines(self, e: Emitter, lines: Sequence[Line]) -> None:
+        """Prefetches lines of rows in lists of addresses."""
+        for rows, n, byte in lines:
+            e.prefetch(e.at(e.pointer(e.load(rows, 8 * n, I64)), byte), PREFETCH_LEVEL)
 
     def _lines(self, codes: Codes, channels: int) -> range:
         return range(0, channels * KINDS[codes.dtype].bits // 8, LINE)
