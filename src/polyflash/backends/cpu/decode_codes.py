@@ -1,8 +1,8 @@
 """Keys and values as codes, of at most 8 rows: device functions of the decode kernel.
 
 A block of keys is walked in a phase of K and one of V, and in each the rows of the next block are prefetched.
-Scales of channels of K are folded into Q, anew for every run of keys that share them; those of
-keys are copied, through pages too, and join scores and weights a vector at a time.
+Scales of channels of K are folded into Q, anew for every run of keys that share them, each prepared a run
+ahead; those of keys are copied, through pages too, and join scores and weights a vector at a time.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def walk(key: CodesKey, stage: Any, list_rows: Any) -> Any:
     ROWS, KEYS, STEP, VECTOR = key.rows, key.lanes // key.rows, configs.STEP, key.lanes * 4
     LANES, MINUS_INF, ONE = key.lanes, 0xFF800000, 0x3F800000
     BYTES, JOINED, TWICE = key.bytes, key.joined, key.bytes or key.split
-    KEY_SCALES = key.k.scale.channels != 1
+    KEY_SCALES = not key.scaled
     K_TOKENS, V_TOKENS = key.k.scale.tokens, key.v.scale.tokens
     SHIFT_TOKENS = 0 if key.k.shift is None else key.k.shift.tokens
-    CHANNEL_SCALES, SHIFTED, V_SHIFTED = not KEY_SCALES, key.k.shift is not None, key.v.shift is not None
+    CHANNEL_SCALES, SHIFTED, V_SHIFTED = key.scaled, key.k.shift is not None, key.v.shift is not None
     FLOATS, KEY_WIDTH = isinstance(key, FloatsKey), key.key_groups  # scales of a key
     RUN, LENT, FOLDED = key.run, key.lent, CHANNEL_SCALES or SHIFTED
     WIDTH = key.live_groups  # of V, scales of a key
@@ -51,9 +51,9 @@ def walk(key: CodesKey, stage: Any, list_rows: Any) -> Any:
         """Prepare at `q` the next `fold`, of the keys that share j's scales of channels."""
         scales = later = tile.zero
         if CHANNEL_SCALES:
-            end = tile.item.live - 1
-            scales = entry_at(tile, K_SCALE, K_TOKENS, least(j, end), i_h)
-            later = entry_at(tile, K_SCALE, K_TOKENS, least(j + ahead, end), i_h)
+            last = tile.item.live - 1
+            scales = entry_at(tile, K_SCALE, K_TOKENS, least(j, last), i_h)
+            later = entry_at(tile, K_SCALE, K_TOKENS, least(j + ahead, last), i_h)
         stage.scale_query(q, scales, later)
 
     @device
@@ -81,7 +81,7 @@ def walk(key: CodesKey, stage: Any, list_rows: Any) -> Any:
             end = least(last, (quotient(j, run) + 1) * run) if run < BEYOND else last
             if FOLDED:
                 fold(tile, q, j, i_h, ahead)
-            if CHANNEL_SCALES:
+            if CHANNEL_SCALES:  # after the fold, which takes what the last one left
                 scale(tile, q, end, i_h, ahead)
             at = j // STEP * STEP
             vectors, far = ((end + STEP - 1) // STEP * STEP - at) // KEYS, (at - begin) * 8

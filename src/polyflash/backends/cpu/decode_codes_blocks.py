@@ -167,9 +167,9 @@ class CodesTile(Integers):
     def _of_fours(self, e: Emitter, p_rows: Value, planes: Value, lines: list[Line]) -> list[Value]:
         """The integers of the scores of four keys. The 32-bit columns of every 128 bits of theirs are
         transposed, so that a lane sums products of one key: only lanes of a key 128 bits apart are left to
-        be added, of each row once for the four. `lines` are prefetched among the products: in front of them
-        the rows at hand would wait behind what comes from memory."""
-        codes, step, done = self.key.k, self._step(self.key.k), 0
+        be added, of each row once for the four. `lines` are prefetched among the products, as far as LLVM
+        leaves them there: in front of them the rows at hand would wait behind what comes from memory."""
+        codes, step = self.key.k, self._step(self.key.k)
         fours, units = range(self.fours), self._units_of(self.key.k, self.key.head_dim)
         sums: list[list[Value]] = [[e.ints(0)] * self.rows for _ in fours]
         rows = [e.pointer(e.load(p_rows, 8 * j, I64)) for j in range(4 * self.fours)]
@@ -177,12 +177,13 @@ class CodesTile(Integers):
         words = [self._words(e, row, codes, self.key.head_dim, 0) for row in rows]
         for u in units:
             x = words
-            if u + 1 < len(units):
+            if u + 1 < len(units):  # in front of this unit's prefetches
                 words = [self._words(e, row, codes, self.key.head_dim, u + 1) for row in rows]
             turned = [
                 self._transposed(e, [e.b.bitcast(y, e.vi) for y in x[4 * f : 4 * f + 4]]) for f in fours
             ]
             for j, n in product(range(4), range(step)):
+                done = (u * 4 + j) * step + n
                 parts = [self._part(e, e.b.bitcast(turned[f][j], self.words), codes, n) for f in fours]
                 for r in range(self.rows):
                     place = (((u * step + n) * 4 + j) * self.rows + r) * e.bytes
@@ -190,7 +191,6 @@ class CodesTile(Integers):
                     for f in fours:
                         sums[f][r] = self._dot(e, sums[f][r], parts[f], y)
                 self._ask_lines(e, lines[len(lines) * done // turns : len(lines) * (done + 1) // turns])
-                done += 1
         return [x for some in sums for x in self._by_key_and_row(e, some)]
 
     def _by_key_and_row(self, e: Emitter, x: list[Value]) -> list[Value]:

@@ -19,8 +19,9 @@ from polyflash.target import Target
 
 READ = ("int8", "int4")  # codes that become 16-bit integers in registers
 MOST_CHANNELS = 256
-STATS = 6  # vectors behind the planes of Q: of a row its step, sum of shifts, what the middle of codes adds
-NEXT = 4  # by whole steps, then by parts of one; from here on the step and its inverse for the next fold
+# Vectors behind the planes of Q. Of a row: its step, sum of shifts, what the middle of codes adds by whole
+# steps, then by parts of one; from NEXT on the step and its inverse for the next fold.
+STATS, NEXT = 6, 4
 BLOCK_CHANNELS = 32  # of V that share a scale, unless all do: whole 128-bit lanes
 
 
@@ -127,12 +128,13 @@ class CodesKey(CodedKey):
 
     @property
     def products(self) -> int:
-        """Bytes before the rows of Q as float32 that the next fold takes: those times scales of channels."""
+        """Bytes before the float32 rows that the next fold takes: Q's own, or scaled ones behind all else."""
         return self.query_stats + STATS * 4 * self.lanes if self.scaled else 0
 
     @property
     def query_tile(self) -> int:
-        return self.query_stats + STATS * 4 * self.lanes + self.rows * self.query_row * self.scaled
+        """Bytes of the Q of a kv head, and of all that is made of it."""
+        return self.products + self.planes if self.scaled else self.query_stats + STATS * 4 * self.lanes
 
     @property
     def by_fours(self) -> bool:

@@ -76,16 +76,15 @@ class FloatsTile(CodesTile):
     def fold_query(self, e: Emitter, q, shift, later) -> None:
         """At `q` the rows that `scale_query` left there in the order of K's values, and the product of Q with
         the shifts, if K has any. The `later` shifts are prefetched."""
-        key, tile = self.key, e.pointer(q)
-        unit = key.unit_of(key.k)
+        key, tile, unit = self.key, e.pointer(q), self.key.unit_of(self.key.k)
         per, order = unit // self.lanes, [0] * unit
         for channel in range(unit):
             i, lane = self._place(key.k.dtype, channel)
             order[i * self.lanes + lane] = channel
         for u in self._units_of(key.k, key.head_dim):
             for r in range(self.rows):
-                own = (self._product(e, tile, r, (u * per + i) * self.lanes) for i in range(per))
-                x = self._joined(e, [*own])
+                firsts = range(u * unit, (u + 1) * unit, self.lanes)
+                x = self._joined(e, [self._product(e, tile, r, first) for first in firsts])
                 for i in range(per):
                     y = e.shuffle(x, x, order[i * self.lanes : (i + 1) * self.lanes])
                     e.store(y, tile, key.planes + ((u * per + i) * self.rows + r) * e.bytes)
