@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import product
-from typing import Any
+from typing import Any, TypeAlias
 
 from llvmlite import ir
 
@@ -27,6 +27,7 @@ from polyflash.backends.cpu.intrinsics import stage
 from polyflash.backends.cpu.simd import F32, I32, I64, Emitter, Value
 from polyflash.quant.scheme import per_word
 
+Places: TypeAlias = tuple[Value, Value, Value]  # of the rows of some keys, of later rows, and of the scales
 ROWS_AT_ONCE, SUMS = 4, 16  # rows that share a walk over V, and their sums in registers
 
 
@@ -70,7 +71,7 @@ class CodesTile(Integers):
             p_rows, p_s, largest, at, p_later, p_scales, p_values = values
             value_lines = self._lines(self.key.v, self.key.head_dim_v)
             values_later = [(p_values, n, byte) for n in range(lent) for byte in value_lines]
-            made = sums_of(e, p_rows, p_later, planes, p_scales, values_later)
+            made = sums_of(e, (p_rows, p_later, p_scales), planes, values_later)
             made = [score(*x, e.at(p_scales, j * self.keys * width_of_scales)) for j, x in enumerate(made)]
             ids = [b.add(at, e.ints(j * self.keys)) for j in range(together)]
 
@@ -112,16 +113,10 @@ class CodesTile(Integers):
         sets, kind, width = 1 + self.key.split, self._sums(e), 4 * self.key.key_groups
         p_sums = e.b.alloca(kind, size=self.lanes * sets) if self.rows == 1 else None
 
-        def sums_of(
-            e: Emitter,
-            p_rows: Value,
-            p_later: Value,
-            planes: Value,
-            p_scales: Value,
-            values_later: list[Line],
-        ) -> list[list[Value]]:
+        def sums_of(e: Emitter, of_keys: Places, planes: Value, lines: list[Line]) -> list[list[Value]]:
+            p_rows, p_later, p_scales = of_keys
             sums: list[Value] = []
-            self._ask_lines(e, values_later)
+            self._ask_lines(e, lines)
             if self.rows == 1:
                 places = (p_rows, 8), (p_later, 8), (p_sums, sets * e.bytes), (p_scales, width)
                 with e.walk(self.keys, *places, rolled=True) as (*listed, p_sum, scales):
@@ -147,17 +142,12 @@ class CodesTile(Integers):
         return [x for n, x in enumerate(sums) if n % each // self.rows == i]
 
     def _sums_by_fours(
-        self,
-        e: Emitter,
-        p_rows: Value,
-        p_later: Value,
-        planes: Value,
-        p_scales: Value,
-        values_later: list[Line],
+        self, e: Emitter, of_keys: Places, planes: Value, lines: list[Line]
     ) -> list[tuple[Value, ...]]:
         """`_of_fours` by whole steps of Q, and by parts."""
+        p_rows, p_later, _ = of_keys
         key_lines, keys = self._lines(self.key.k, self.key.head_dim), range(4 * self.fours)
-        lines = evenly([(p_later, j, byte) for j in keys for byte in key_lines], values_later)
+        lines = evenly([(p_later, j, byte) for j in keys for byte in key_lines], lines)
         sets = [
             self._of_fours(e, p_rows, e.at(planes, i * self.key.finer), lines if i == 0 else [])
             for i in range(1 + self.key.split)
