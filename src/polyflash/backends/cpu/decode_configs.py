@@ -21,7 +21,6 @@ BLOCK_BYTES = 8192  # of K in a block, if it has 32 keys: with as much V, half o
 MOST_HEADS = 8  # kv heads that an item walks side by side
 WIDTH, MOST_TURN_ROWS = 128, 4  # channels, and rows of a tile, of heads whose keys are read side by side
 NARROW = 64  # channels, of a head whose keys are read by turns too, by one row
-ROWS_AT_ONCE = 2  # that share a walk over a group of V by turns, which then reads whole rows in order
 LISTED, SCORED = 1, 2  # what the keys are that a kernel walks next
 MOST_ROWS = {"avx512": 8, "avx2": 4, "neon": 4, "generic": 4}  # of one tile: what fills the registers
 
@@ -78,17 +77,18 @@ class DecodeKey:
     def by_turns(self) -> bool:
         """Whether V of a block and K of the next are read by turns, see decode_row.py. On Zen 4 float32 gains
         (several rows: docs/results/2026-11-26-epyc-zen4-2core-decode.md) and a row of bfloat16 loses nothing;
-        on Zen 5 16-bit rows gain half as much again (docs/results/2026-11-23-epyc-zen5-2core-decode.md)."""
-        several = self.storage != "bfloat16" and self.rows <= MOST_TURN_ROWS
-        return self.isa == "avx512" and (self.rows == 1 or several)
+        on Zen 5 16-bit rows gain half as much again (docs/results/2026-11-23-epyc-zen5-2core-decode.md), on
+        Intel bfloat16 by a tenth (docs/results/2026-11-28-xeon-bfloat16-decode.md)."""
+        return self.isa == "avx512" and self.rows <= (1 if self.compute == "bf16dot" else MOST_TURN_ROWS)
 
     @property
     def bytes_ahead(self) -> int:
         """Bytes by which K and V are each prefetched by turns, 0 if they are not. The quickest on Zen 4, see
-        docs/results/2026-11-27-epyc-zen4-2core-decode.md."""
+        docs/results/2026-11-27-epyc-zen4-2core-decode.md; of bfloat16 without a dot on Intel, see above."""
         if self.storage == "float32":
             return 4096 if self.rows == 4 else 2048
-        return {"float16": 4096 if self.rows > 1 else 0, "bfloat16": 1024}[self.storage]
+        bfloat16 = 1024 if self.compute == "bf16dot" else 8192
+        return {"float16": 4096 if self.rows > 1 else 0, "bfloat16": bfloat16}[self.storage]
 
     @property
     def bytes_early(self) -> int:

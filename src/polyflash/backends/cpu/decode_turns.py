@@ -8,7 +8,7 @@ from typing import Any
 
 from polyflash.backends.cpu.address_lists import PREFETCH_LEVEL
 from polyflash.backends.cpu.configs import LINE
-from polyflash.backends.cpu.decode_configs import KEYS_PER_GROUP, MOST_HEADS, NARROW, ROWS_AT_ONCE, WIDTH
+from polyflash.backends.cpu.decode_configs import KEYS_PER_GROUP, MOST_HEADS, NARROW, WIDTH
 from polyflash.backends.cpu.decode_units import Units, sums_of_lanes
 from polyflash.backends.cpu.intrinsics import stage
 from polyflash.backends.cpu.simd import I64, Emitter, Value
@@ -127,7 +127,8 @@ class Turns(Units):
                 for start, step in ((later(p_v, v_ahead), v_step), (later(p_k, k_ahead), k_step)):
                     self._ask_early(e, start, step, width * self.size)
                 largest = scored(p_s, largest) if half + 1 == halves else largest
-                at_once = min(ROWS_AT_ONCE, self.rows)
+                # Registers hold sums of two whole rows of V; bfloat16 would be widened twice for four.
+                at_once = min(4 if self.key.storage == "bfloat16" else 2, self.rows)
                 self._weigh(e, [p_p, p_alpha, p_o], v_row, width, None, False, at_once)
                 p_v = e.at(p_v, b.mul(v_step, I64(KEYS_PER_GROUP)))
                 p_p, p_alpha = e.at(p_p, self.group_weights), None
@@ -149,8 +150,7 @@ class Turns(Units):
 
         for width in (NARROW, WIDTH) if self.rows == 1 else (WIDTH,):
             start = [*map(e.pointer, (v, k)), p, s, block, top]
-            count = b.select(b.icmp_signed("==", dims, I64(width)), n, I64(0))
-            e.loop(count, start, partial(one, width))
+            e.loop(b.select(b.icmp_signed("==", dims, I64(width)), n, I64(0)), start, partial(one, width))
 
     def _ask_early(self, e: Emitter, start: Value | None, step: Value, row_bytes: int) -> None:
         """Prefetches the first rows of what a turn would ask for line by line."""
