@@ -24,7 +24,7 @@ _transform = torch._C._functorch.peek_interpreter_stack
 def span(x: Tensor) -> int:
     """Bytes from the first element of a tensor to the end of its last."""
     if x.is_contiguous() or x.numel() == 0:
-        return x.nbytes
+        return x.numel() * x.itemsize
     strides = x.stride()
     reach = sum(map(mul, x.shape, strides)) - sum(strides)  # Σ (size - 1)·stride
     return (reach + 1) * x.itemsize
@@ -50,7 +50,7 @@ def stored(*tensors: Any) -> bool:
         if x is None or not isinstance(x, Tensor):  # None is told apart much faster
             continue
         if not x.storage_offset() and x.is_contiguous():
-            if x.nbytes > x.untyped_storage().nbytes():
+            if x.numel() * x.itemsize > x.untyped_storage().nbytes():  # `nbytes` knows no symbolic sizes
                 return False
         elif not holds(x, span(x)) and x.numel():
             return False

@@ -23,6 +23,7 @@ from polyflash import backends, counting, plan, target, transforms, validate
 from polyflash.errors import spec_error
 from polyflash.operands import DIFFERENTIABLE, OPERANDS, differentiable
 from polyflash.plan import Launch
+from polyflash.quant.calls import in_op
 from polyflash.results import NO_LSE, apart, empty_gradients, no_gradients, no_keys, settled, without_pages
 from polyflash.results import outputs as _outputs
 from polyflash.routes import (
@@ -331,7 +332,7 @@ def _refuse_statically(phase: Phase, q: Tensor, k: Tensor, v: Tensor, args: Argu
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    args = Arguments(*rest)
+    k, v, args, rest = in_op(q, k, v, rest)
     differentiated = args.need_lse and any_requires_grad(q, k, v, args)  # as far as a tensor tells
     out, lse = _attend(q, k, v, args, rest, _FORWARD if differentiated else _DECODE)[1]
     return out, q.new_empty(0) if lse is NO_LSE else lse  # an op's results are its own
@@ -345,7 +346,7 @@ def _attend(
 
 
 def _forward_out(q: Tensor, k: Tensor, v: Tensor, out: Tensor, *rest: Any) -> Tensor:
-    args = Arguments(*rest)
+    k, v, args, rest = in_op(q, k, v, rest)
     launch = _route(_DECODE, q, k, v, args, rest)
     validate.check_out(out, q, head_dim_v_of(v, args))
     check_storages({"out": out})
@@ -408,7 +409,8 @@ def _differentiate(
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     args = Arguments(*rest)
     check(q, k, v, args)
-    _refuse_statically(_FORWARD if args.row_bounds is None else _DECODE, q, k, v, args)
+    if not args.codes:  # which the op decodes where no row reads them
+        _refuse_statically(_FORWARD if args.row_bounds is None else _DECODE, q, k, v, args)
     out, lse = _outputs(q, head_dim_v_of(v, args), args.need_lse)
     return out, lse if args.need_lse else q.new_empty(0)
 

@@ -1,8 +1,11 @@
 """Calls over codes. Where a kernel reads codes in its walk, they are operands of the op; any other call has
-them decoded once, into q's dtype, and is then one like all others: every feature, backend and gradient."""
+them decoded once, into q's dtype, and is then one like all others: every feature, backend and gradient. A
+graph holds the op over codes, which decides within: `in_op`."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -11,10 +14,10 @@ from torch import Tensor
 from polyflash import backends, plan, routes, validate
 from polyflash import target as targets
 from polyflash.quant import codec
-from polyflash.quant.scheme import Codes, text_of
+from polyflash.quant.scheme import Codes, Scheme, codes_of
 from polyflash.quant.tensor import KV, QuantizedTensor
 from polyflash.routes import any_requires_grad, class_of, requested_backend, spec_of, without_gradients
-from polyflash.spec import MANY_KEYS, MOST_SHARED_ROWS, Arguments, Feature, length_class
+from polyflash.spec import CODE_TABLES, MANY_KEYS, MOST_SHARED_ROWS, Arguments, Feature, length_class
 from polyflash.storages import check_storages
 from polyflash.target import Target
 
@@ -51,15 +54,33 @@ def opened(q: Tensor, k: KV, v: KV, args: Arguments, device: str | Target | None
         table, k, v = _gathered(table, args.kv_lens, k, v)
     k_values = k if multiplied or not isinstance(k, QuantizedTensor) else k.values(q.dtype)
     v_values = v.values(q.dtype) if isinstance(v, QuantizedTensor) else v
-    decoded = (x for x, y in ((k_values, k), (v_values, v)) if isinstance(x, Tensor) and x is not y)
-    size = sum(x.numel() * x.element_size() for x in decoded)
-    kind = str(q.dtype).removeprefix("torch.")
-    how = "k multiplied as it is, v " if multiplied else ""
-    note = f"codes: {coded.codes}, {how}decoded to {kind} before the kernel: {size / 1e6:.3g} MB"
+    note = "" if torch.compiler.is_compiling() else _note(q, (k, k_values), (v, v_values), codes=coded.codes)
     args = args._replace(page_table=table)
     if isinstance(k_values, QuantizedTensor):
         args, k_values = _with_codes(k_values, v_values, args), k_values.codes
     return Opened(q, k_values, v_values, args, _rotates(v), note)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _OfOp(QuantizedTensor):
+    """Codes as the op has them, which knows their form and not the scheme that made them."""
+
+    form: Codes = Scheme().codes  # type: ignore[misc]
+    text: str = ""  # type: ignore[misc]
+
+
+def in_op(q: Tensor, k: Tensor, v: Tensor, rest: tuple[Any, ...]) -> tuple[Tensor, Tensor, Arguments, Any]:
+    """k, v and arguments of an op's call, these also as they came; codes that no row reads are decoded."""
+    args = Arguments(*rest)
+    if not args.codes or _in_walk(q, k, v, args, k, v, None):
+        return k, v, args, rest
+    tables = (args.k_scale, args.k_shift), (args.v_scale, args.v_shift)
+    parts = zip((k, v), tables, codes_of(args.codes), strict=True)
+    of_op: Any = partial(_OfOp, scheme=Scheme(), dtype=q.dtype)
+    k_codes, v_codes = (x if f is None else of_op(x, *t, form=f, text=str(f)) for x, t, f in parts)
+    plain: dict[str, Any] = {"codes": "", **dict.fromkeys(CODE_TABLES)}
+    _, k, v, args, *_ = opened(q, k_codes, v_codes, args._replace(**plain))
+    return k, v, args, args
 
 
 def _multiplied(q: Tensor, k: KV, v: KV, args: Arguments, device: Any) -> bool:
@@ -71,29 +92,39 @@ def _multiplied(q: Tensor, k: KV, v: KV, args: Arguments, device: Any) -> bool:
     return _in_walk(q, k.codes, values, _with_codes(k, values, args), k, v, device)
 
 
+def _note(q: Tensor, *pairs: tuple[KV, KV], codes: str) -> str:
+    """Words on k and v, each as it came and as it goes on."""
+    how = "k multiplied as it is, v " if isinstance(pairs[0][1], QuantizedTensor) else ""
+    size = sum(x.numel() * x.element_size() for y, x in pairs if isinstance(x, Tensor) and x is not y)
+    kind = str(q.dtype).removeprefix("torch.")
+    return f"codes: {codes}, {how}decoded to {kind} before the kernel: {size / 1e6:.3g} MB"
+
+
 def _rotates(x: KV) -> bool:
     return isinstance(x, QuantizedTensor) and x.scheme.rotation != "none"
 
 
 def _with_codes(k: KV, v: KV, args: Arguments) -> Arguments:
     """`args` of a call whose kernel reads the codes."""
-    k_form, k_scale, k_shift = _tables(k)
-    v_form, v_scale, v_shift = _tables(v)
+    k_text, k_scale, k_shift = _tables(k)
+    v_text, v_scale, v_shift = _tables(v)
     tables: dict[str, Any] = {"k_scale": k_scale, "k_shift": k_shift, "v_scale": v_scale, "v_shift": v_shift}
-    return args._replace(codes=text_of(k_form, v_form), **tables)
+    return args._replace(codes=f"{k_text},{v_text}", **tables)
 
 
-def _tables(x: KV) -> tuple[Codes | None, Tensor | None, Tensor | None]:
-    return (x.form, x.scale, x.shift) if isinstance(x, QuantizedTensor) else (None, None, None)
+def _tables(x: KV) -> tuple[str, Tensor | None, Tensor | None]:
+    return (x.text, x.scale, x.shift) if isinstance(x, QuantizedTensor) else ("-", None, None)
 
 
 def _in_walk(q: Tensor, codes_k: Tensor, codes_v: Tensor, args: Arguments, k: KV, v: KV, device: Any) -> bool:
-    """Does a kernel read these codes while it walks over the keys? None does in a graph or for gradients."""
-    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
+    """Does a kernel read these codes while it walks over the keys, or does the op ask again, knowing the
+    lengths? None does for gradients."""
+    compiling = torch.compiler.is_compiling()
+    if not compiling and torch._C._functorch.peek_interpreter_stack() is not None:
         return False
     differentiated = k.requires_grad or v.requires_grad or any_requires_grad(q, codes_k, codes_v, args)
-    if differentiated and torch.is_grad_enabled():
-        return False
+    if compiling or (differentiated and torch.is_grad_enabled()):
+        return not (differentiated and torch.is_grad_enabled())
     backend = requested_backend(args)
     rows, keys = q.shape[2], codes_k.shape[2]
     lengths = min(rows, MOST_SHARED_ROWS + 1), length_class(rows), min(keys, MANY_KEYS)

@@ -160,6 +160,7 @@ class Scheme:
     compute: str = "float"
     tables: str = "float32"
     codes: Codes = field(init=False, repr=False, compare=False)  # their form, as kernels read them
+    text: str = field(init=False, repr=False, compare=False)  # theirs: graphs take numbers for symbols
 
     def __post_init__(self) -> None:
         words = {"dtype": KINDS, "granularity": GRANULARITIES, "smoothing": SMOOTHINGS, "rotation": ROTATIONS}
@@ -195,6 +196,7 @@ class Scheme:
             raise spec_error("Scheme.granularity", self.granularity, "blocks of 32 channels", change)
 
         object.__setattr__(self, "codes", self._codes())
+        object.__setattr__(self, "text", str(self.codes))
 
     def _codes(self) -> Codes:
         blocks = {

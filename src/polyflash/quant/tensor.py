@@ -82,6 +82,11 @@ class QuantizedTensor:
         return self.scheme.codes
 
     @property
+    def text(self) -> str:
+        """The form as the op's argument says it."""
+        return self.scheme.text
+
+    @property
     def nbytes(self) -> int:
         """Bytes of codes, scales and shifts; an expanded scale counts once."""
         tensors = (x for x in (self.codes, self.scale, self.shift) if x is not None)
