@@ -23,7 +23,7 @@ from polyflash import backends, counting, plan, target, transforms, validate
 from polyflash.errors import spec_error
 from polyflash.operands import DIFFERENTIABLE, OPERANDS, differentiable
 from polyflash.plan import Launch
-from polyflash.quant.calls import in_op
+from polyflash.quant.calls import as_decoded, in_op
 from polyflash.results import NO_LSE, apart, empty_gradients, no_gradients, no_keys, settled, without_pages
 from polyflash.results import outputs as _outputs
 from polyflash.routes import (
@@ -328,6 +328,8 @@ def _refuse_statically(phase: Phase, q: Tensor, k: Tensor, v: Tensor, args: Argu
     backend = requested_backend(args)
     rows = plan.candidates(backends.TABLE, lengths_free, backend)
     if not any(row.accepts(lengths_free, device, by_name=bool(backend)) for row in rows):
+        if args.codes and phase is not Phase.BACKWARD:
+            return _refuse_statically(phase, q, *as_decoded(q, k, v, args))
         raise plan.unsupported(lengths_free, device, backends.TABLE, backend)
 
 
@@ -409,8 +411,7 @@ def _differentiate(
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     args = Arguments(*rest)
     check(q, k, v, args)
-    if not args.codes:  # which the op decodes where no row reads them
-        _refuse_statically(_FORWARD if args.row_bounds is None else _DECODE, q, k, v, args)
+    _refuse_statically(_FORWARD if args.row_bounds is None else _DECODE, q, k, v, args)
     out, lse = _outputs(q, head_dim_v_of(v, args), args.need_lse)
     return out, lse if args.need_lse else q.new_empty(0)
 

@@ -21,6 +21,7 @@ from torch.autograd.function import _SingleLevelFunction
 from polyflash import validate
 from polyflash.errors import UnsupportedError
 from polyflash.operands import BY_NAME, DIFFERENTIABLE, OPERANDS, TENSORS, differentiable
+from polyflash.quant.calls import in_op
 from polyflash.spec import Arguments
 
 HIGHEST = (
@@ -77,8 +78,8 @@ def node_of_forward(op: Any, node: Any) -> Callable[..., Any]:
         if not _is_differentiated(given):
             return below(*given)
         q, k, v, *rest = given
-        args = Arguments(*rest)
-        refuse_inference_only(args)
+        refuse_inference_only(Arguments(*rest))
+        k, v, args, _ = in_op(q, k, v, tuple(rest))
         if args.alibi_slopes is not None and args.alibi_slopes.requires_grad:  # shows only here if mapped
             raise validate.constant_slopes()
         with_lse = args._replace(need_lse=True)

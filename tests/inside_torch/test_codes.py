@@ -92,6 +92,44 @@ def test_gradients_of_a_graph_are_those_of_eager():
     same_bits(*(torch.autograd.grad(f(q), q)[0] for f in calls), "dq")
 
 
+def test_gradients_that_no_trace_knows_of():
+    """Of torch.func in a graph, and of an exported program: the op's node decodes."""
+    q, (k, v) = randn(1, 4, 3, 64), codes(NAMED["int8"], 600)
+
+    def loss(q):
+        return polyflash.attention(q, k, v).square().sum()
+
+    class Model(torch.nn.Module):
+        def forward(self, q):
+            return polyflash.attention(q, k, v)
+
+    grad = torch.func.grad(loss)
+    same_bits(compiled(grad, fullgraph=True)(q), grad(q), "torch.func.grad")
+    program, q = torch.export.export(Model(), (q,)).module(), q.clone().requires_grad_()
+    got, want = (torch.autograd.grad(f(q).square().sum(), q)[0] for f in (program, Model()))
+    same_bits(got, want, "an exported program")
+
+
+@pytest.mark.parametrize("way", ("eager", "compiled"))
+def test_freed_codes_are_refused_before_they_are_decoded(way):
+    q, (k, v) = randn(1, 4, 40, 64), codes(NAMED["int8"], 300)
+    k.codes.untyped_storage().resize_(16)
+    call = polyflash.attention if way == "eager" else compiled(polyflash.attention)
+    with pytest.raises(polyflash.SpecError, match="k: got a storage of 16 bytes"):
+        call(q, k, v)
+
+
+def test_a_backend_that_takes_none_of_both_is_refused_when_a_graph_is_made():
+    q, (k, v) = randn(1, 4, 1, 64), codes(NAMED["int8"], 300)
+
+    class Model(torch.nn.Module):
+        def forward(self, q):
+            return polyflash.attention(q, k, v, backend="gluon")
+
+    with pytest.raises(Exception, match="gluon"):
+        torch.export.export(Model(), (q,))
+
+
 def test_a_compiled_map_has_the_bits_of_a_loop():
     q, (k, v) = randn(3, 1, 4, 1, 64), codes(NAMED["int8"], 300)
 

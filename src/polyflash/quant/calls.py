@@ -48,6 +48,8 @@ def opened(q: Tensor, k: KV, v: KV, args: Arguments, device: str | Target | None
         q = codec.rotate(q)
     if _in_walk(q, codes_k, codes_v, coded, k, v, device):
         return Opened(q, codes_k, codes_v, coded, _rotates(v), f"codes: {coded.codes}, read in the walk")
+    if not torch.compiler.is_compiling() and routes.is_plain(codes_k) and routes.is_plain(codes_v):
+        check_storages({"k": codes_k, "v": codes_v, **{name: getattr(coded, name) for name in CODE_TABLES}})
     multiplied = _multiplied(q, k, v, args, device)
     table = args.page_table
     if table is not None:
@@ -70,17 +72,34 @@ class _OfOp(QuantizedTensor):
 
 
 def in_op(q: Tensor, k: Tensor, v: Tensor, rest: tuple[Any, ...]) -> tuple[Tensor, Tensor, Arguments, Any]:
-    """k, v and arguments of an op's call, these also as they came; codes that no row reads are decoded."""
+    """k, v and arguments of a call of the op, and these as a route's key has them; decodes what no row
+    reads."""
     args = Arguments(*rest)
-    if not args.codes or _in_walk(q, k, v, args, k, v, None):
+    forms = codes_of(args.codes) if args.codes else (None, None)
+    if forms == (None, None):
+        return k, v, args, rest
+    validate.check_shapes(q, k, v, args.page_table is not None, args.codes)
+    validate.check_layouts(q, k, v, args)
+    validate.check_operands(q, k, args)
+    validate.check_tables(k, v, args)
+    if _in_walk(q, k, v, args, k, v, None):
         return k, v, args, rest
     tables = (args.k_scale, args.k_shift), (args.v_scale, args.v_shift)
-    parts = zip((k, v), tables, codes_of(args.codes), strict=True)
     of_op: Any = partial(_OfOp, scheme=Scheme(), dtype=q.dtype)
+    parts = zip((k, v), tables, forms, strict=True)
     k_codes, v_codes = (x if f is None else of_op(x, *t, form=f, text=str(f)) for x, t, f in parts)
-    plain: dict[str, Any] = {"codes": "", **dict.fromkeys(CODE_TABLES)}
-    _, k, v, args, *_ = opened(q, k_codes, v_codes, args._replace(**plain))
+    _, k, v, args, *_ = opened(q, k_codes, v_codes, args._replace(**_WITHOUT))
     return k, v, args, args
+
+
+def as_decoded(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> tuple[Tensor, Tensor, Arguments]:
+    """k, v and arguments of a call over codes as `in_op` would decode them, but without keys."""
+    pairs = zip((k, v), codes_of(args.codes), strict=True)
+    k, v = (x if f is None else q.new_empty((*x.shape[:2], 0, x.shape[3] * f.packed)) for x, f in pairs)
+    return k, v, args._replace(**_WITHOUT)
+
+
+_WITHOUT: dict[str, Any] = {"codes": "", **dict.fromkeys(CODE_TABLES)}
 
 
 def _multiplied(q: Tensor, k: KV, v: KV, args: Arguments, device: Any) -> bool:
@@ -117,14 +136,15 @@ def _tables(x: KV) -> tuple[str, Tensor | None, Tensor | None]:
 
 
 def _in_walk(q: Tensor, codes_k: Tensor, codes_v: Tensor, args: Arguments, k: KV, v: KV, device: Any) -> bool:
-    """Does a kernel read these codes while it walks over the keys, or does the op ask again, knowing the
-    lengths? None does for gradients."""
+    """Does a kernel read these codes in its walk? Never for gradients. In a graph yes, and the op asks again
+    when it runs."""
     compiling = torch.compiler.is_compiling()
     if not compiling and torch._C._functorch.peek_interpreter_stack() is not None:
         return False
     differentiated = k.requires_grad or v.requires_grad or any_requires_grad(q, codes_k, codes_v, args)
-    if compiling or (differentiated and torch.is_grad_enabled()):
-        return not (differentiated and torch.is_grad_enabled())
+    wanted = differentiated and torch.is_grad_enabled()
+    if compiling or wanted:
+        return not wanted
     backend = requested_backend(args)
     rows, keys = q.shape[2], codes_k.shape[2]
     lengths = min(rows, MOST_SHARED_ROWS + 1), length_class(rows), min(keys, MANY_KEYS)

@@ -160,7 +160,9 @@ class Scheme:
     compute: str = "float"
     tables: str = "float32"
     codes: Codes = field(init=False, repr=False, compare=False)  # their form, as kernels read them
-    text: str = field(init=False, repr=False, compare=False)  # theirs: graphs take numbers for symbols
+    text: str = field(
+        init=False, repr=False, compare=False
+    )  # str(codes): a graph may trace numbers as symbols
 
     def __post_init__(self) -> None:
         words = {"dtype": KINDS, "granularity": GRANULARITIES, "smoothing": SMOOTHINGS, "rotation": ROTATIONS}

@@ -77,14 +77,14 @@ class DecodeKey:
     def by_turns(self) -> bool:
         """Whether V of a block and K of the next are read by turns, see decode_row.py. On Zen 4 float32 gains
         (several rows: docs/results/2026-11-26-epyc-zen4-2core-decode.md) and a row of bfloat16 loses nothing;
-        on Zen 5 16-bit rows gain half as much again (docs/results/2026-11-23-epyc-zen5-2core-decode.md), on
-        Intel bfloat16 by a tenth (docs/results/2026-11-28-xeon-bfloat16-decode.md)."""
+        on Zen 5 16-bit rows gain half as much again (docs/results/2026-11-23-epyc-zen5-2core-decode.md); on
+        Intel several rows of bfloat16 gain 3 to 10 % (docs/results/2026-11-28-xeon-bfloat16-decode.md)."""
         return self.isa == "avx512" and self.rows <= (1 if self.compute == "bf16dot" else MOST_TURN_ROWS)
 
     @property
     def bytes_ahead(self) -> int:
         """Bytes by which K and V are each prefetched by turns, 0 if they are not. The quickest on Zen 4, see
-        docs/results/2026-11-27-epyc-zen4-2core-decode.md; of bfloat16 without a dot on Intel, see above."""
+        docs/results/2026-11-27-epyc-zen4-2core-decode.md; bfloat16 without a dot on Intel: the page above."""
         if self.storage == "float32":
             return 4096 if self.rows == 4 else 2048
         bfloat16 = 1024 if self.compute == "bf16dot" else 8192
@@ -92,8 +92,8 @@ class DecodeKey:
 
     @property
     def bytes_early(self) -> int:
-        """Bytes of those that are asked for at once behind each turn of K: four rows read V twice, and memory
-        would have nothing to do the second time."""
+        """Bytes of those that are asked for at once behind each turn of K: four rows of float32 read V twice,
+        and memory would have nothing to do the second time."""
         return 2048 if self.storage == "float32" and self.rows == 4 else 0
 
     def units(self, channels: int) -> int:

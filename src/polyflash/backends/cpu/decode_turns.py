@@ -127,7 +127,7 @@ class Turns(Units):
                 for start, step in ((later(p_v, v_ahead), v_step), (later(p_k, k_ahead), k_step)):
                     self._ask_early(e, start, step, width * self.size)
                 largest = scored(p_s, largest) if half + 1 == halves else largest
-                # Registers hold sums of two whole rows of V; bfloat16 would be widened twice for four.
+                # Two rows, whose sums over a row of V fit the registers; of bfloat16 four: V is widened once.
                 at_once = min(4 if self.key.storage == "bfloat16" else 2, self.rows)
                 self._weigh(e, [p_p, p_alpha, p_o], v_row, width, None, False, at_once)
                 p_v = e.at(p_v, b.mul(v_step, I64(KEYS_PER_GROUP)))
