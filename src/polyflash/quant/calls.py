@@ -79,11 +79,11 @@ def in_op(q: Tensor, k: Tensor, v: Tensor, rest: tuple[Any, ...]) -> tuple[Tenso
     if forms == (None, None):
         return k, v, args, rest
     validate.check_shapes(q, k, v, args.page_table is not None, args.codes)
-    validate.check_layouts(q, k, v, args)
     validate.check_operands(q, k, args)
-    validate.check_tables(k, v, args)
-    if _in_walk(q, k, v, args, k, v, None):
+    if _in_walk(q, k, v, args, k, v, None):  # whose route checks the rest
         return k, v, args, rest
+    validate.check_layouts(q, k, v, args)
+    validate.check_tables(k, v, args)
     tables = (args.k_scale, args.k_shift), (args.v_scale, args.v_shift)
     of_op: Any = partial(_OfOp, scheme=Scheme(), dtype=q.dtype)
     parts = zip((k, v), tables, forms, strict=True)
