@@ -78,8 +78,10 @@ def node_of_forward(op: Any, node: Any) -> Callable[..., Any]:
         if not _is_differentiated(given):
             return below(*given)
         q, k, v, *rest = given
-        refuse_inference_only(Arguments(*rest))
-        k, v, args, _ = in_op(q, k, v, tuple(rest))
+        args = Arguments(*rest)
+        refuse_inference_only(args)
+        if args.codes:
+            k, v, args, _ = in_op(q, k, v, args)
         if args.alibi_slopes is not None and args.alibi_slopes.requires_grad:  # shows only here if mapped
             raise validate.constant_slopes()
         with_lse = args._replace(need_lse=True)

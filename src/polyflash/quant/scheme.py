@@ -160,9 +160,7 @@ class Scheme:
     compute: str = "float"
     tables: str = "float32"
     codes: Codes = field(init=False, repr=False, compare=False)  # their form, as kernels read them
-    text: str = field(
-        init=False, repr=False, compare=False
-    )  # str(codes): a graph may trace numbers as symbols
+    text: str = field(init=False, repr=False, compare=False)  # str(codes): a graph may know no numbers
 
     def __post_init__(self) -> None:
         words = {"dtype": KINDS, "granularity": GRANULARITIES, "smoothing": SMOOTHINGS, "rotation": ROTATIONS}
