@@ -36,7 +36,7 @@ HAS_TRITON := $(BIN)/python -c 'import triton' 2>/dev/null
 HAS_WGPU := $(BIN)/python -c 'import wgpu' 2>/dev/null
 NO_TRITON := Triton has no build for this machine, so its kernels are not tested here
 
-.PHONY: help demo test test-here test-cpu test-distributed test-triton test-codegen test-webgpu test-browser test-metal \
+.PHONY: help demo test test-here test-cpu test-avx512 test-distributed test-triton test-codegen test-webgpu test-browser test-metal \
 	test-gpu test-all mutants fuzz lint bench bench-gpu bench-webgpu bench-metal clean
 .NOTPARALLEL:
 
@@ -49,6 +49,7 @@ help:
 	@echo 'make test-browser   the same kernels and the page of examples/web in a headless Chromium: minutes'
 	@echo 'make test-metal    the Metal kernels as C++, threads as fibers: needs a C++ compiler, no Mac'
 	@echo 'make test-cpu  the tests of the CPU engine alone'
+	@echo 'make test-avx512  its decode kernels over codes as with AVX-512, emulated on another x86 CPU: minutes'
 	@echo 'make test-distributed  one sequence over ranks: simulated ones, and processes of gloo'
 	@echo 'make test-gpu  the conformance suite, the plug-ins and the cache on a GPU, DEVICE=cuda'
 	@echo 'make test-all  every test, those that take minutes too'
@@ -76,6 +77,9 @@ test-here: .venv/.test
 test-cpu: .venv/.test
 	@$(PYTEST) $(SHARED) $(CPU_TESTS) -k 'not torch-forward and not torch-backward' -m 'not slow and not alone'
 	@$(PYTEST) $(ALONE) -m 'alone and not slow'
+
+test-avx512: .venv/.test
+	@$(PYTEST) $(SHARED) $(wildcard tests/backends/cpu/test_decode_codes*.py) --isa avx512
 
 test-distributed: .venv/.test
 	@$(PYTEST) $(SHARED) tests/distributed
@@ -118,6 +122,7 @@ test-all: lint
 	@$(PYTEST) $(ALONE) -m alone
 	@if $(HAS_TRITON); then TRITON_INTERPRET=1 $(PYTEST) $(SHARED) $(TRITON_TESTS) -m '' && \
 		$(PYTEST) $(LARGEST_FIRST) $(CODEGEN_TESTS) -m ''; else echo '$@: $(NO_TRITON)'; fi
+	@$(MAKE) test-avx512
 	@sh scripts/naga.sh >/dev/null || true
 	@sh scripts/drivers.sh spirv-cross >/dev/null || true
 	@$(MAKE) test-webgpu SLOW="-m ''"

@@ -22,6 +22,10 @@ if device.ROWS == "metal" and device.ON_A_CPU:
     shim.install()  # before test modules list rows
 if device.ADAPTER == "chromium":
     adapter.install()
+if device.ISA == "avx512":
+    from tests.backends.cpu import avx512  # which needs llvmlite
+
+    avx512.install()
 if env.TRITON_INTERPRET.is_set():
     interpreter.hasten()
 
@@ -51,6 +55,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--default-device", help="make all tensors there, such as cuda: of models and caches")
     parser.addoption(
         "--rows", metavar="BACKEND", help="of the conformance suite, the rows of this backend alone"
+    )
+    parser.addoption(
+        "--isa", choices=["avx512"], help="emulate what this CPU lacks of its kernels' instructions"
     )
     parser.addoption("--adapter", choices=["chromium"], help="run the WebGPU rows in a headless browser")
 

@@ -25,7 +25,7 @@ import polyflash
 from polyflash import Mask, QuantizedTensor, target
 
 VARIABLE, BY_DEFAULT = "POLYFLASH_TEST_DEVICE", "POLYFLASH_TEST_DEFAULT_DEVICE"
-ONE_BACKEND, ONE_ADAPTER = "POLYFLASH_TEST_ROWS", "POLYFLASH_TEST_ADAPTER"
+ONE_BACKEND, ONE_ADAPTER, ONE_ISA = "POLYFLASH_TEST_ROWS", "POLYFLASH_TEST_ADAPTER", "POLYFLASH_TEST_ISA"
 CALLS = (
     "attention", "attention_varlen", "attention_paged", "attention_groups", "explain", "explain_groups",
     "column_sums", "row_stats",
@@ -45,6 +45,7 @@ DEFAULT = os.environ[BY_DEFAULT] = _asked("--default-device", BY_DEFAULT)
 NAME = os.environ[VARIABLE] = DEFAULT or _asked("--device", VARIABLE) or "cpu"
 ROWS = os.environ[ONE_BACKEND] = _asked("--rows", ONE_BACKEND)  # "": those of every backend
 ADAPTER = os.environ[ONE_ADAPTER] = _asked("--adapter", ONE_ADAPTER)  # "": those of wgpu
+ISA = os.environ[ONE_ISA] = _asked("--isa", ONE_ISA)  # "": that of the CPU
 DEVICE = torch.device("cpu" if NAME == "copies" else NAME)
 ON_A_CPU = DEVICE.type == "cpu"
 if DEFAULT:

@@ -42,7 +42,7 @@ def spec_of(q, k: QuantizedTensor, v: QuantizedTensor, page_size=0, keys=0) -> A
     return replace(spec, page_size=page_size)
 
 
-def decode(q, k: QuantizedTensor, v: QuantizedTensor, *, split=None, isa=None, **options):
+def decode(q, k: QuantizedTensor, v: QuantizedTensor, *, split=None, isa=None, target=HERE, **options):
     """(out, lse) of the kernel itself."""
     from polyflash.backends.cpu import decode
 
@@ -51,13 +51,13 @@ def decode(q, k: QuantizedTensor, v: QuantizedTensor, *, split=None, isa=None, *
     assert not decode_codes_configs.refuses(spec, HERE)
     tables = {"k_scale": k.scale, "k_shift": k.shift, "v_scale": v.scale, "v_shift": v.shift}
     args = Arguments(need_lse=True, codes=spec.codes, **tables, **options)
-    config = decode_configs.choose(spec, HERE)
+    config = decode_configs.choose(spec, target)
     config = replace(config, split_keys=split or config.split_keys)
-    if isa is not None:
+    if isa not in (None, config.isa):
         config = replace(config, isa=isa, compute="f32")
     out = torch.full((*q.shape[:3], spec.head_dim_v), math.nan, dtype=q.dtype)
     lse = torch.full(q.shape[:3], math.nan)
-    launch = Launch(ROW, config, "heuristic", HERE, spec)
+    launch = Launch(ROW, config, "heuristic", target, spec)
     return decode.run(launch, q, k.codes, v.codes, out, lse, args)
 
 
@@ -120,6 +120,24 @@ def test_products_of_bytes_are_their_emulation(name, heads, kv_heads, rows, dims
         v.scale[:, :, ::3] *= -1
         v.scale[:, :, 5::7] = 0
         level_a(decode(q, k, v, split=128), q, k, v, f"{name} signs")
+
+
+@NEEDS_VNNI
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=str)
+@pytest.mark.parametrize("group", (1, 2, 4, 8))
+@pytest.mark.parametrize("name", ("int8", "int8-affine", "int8-blocks", "int4", "int4-token", "mixed"))
+def test_two_bytes_are_16_bits(name, group, dtype):
+    """The sums are the same integers; V's scales of both signs and 0 too."""
+    k, v = coded(name, 2, 2, 333, 128, dims_v=96)
+    if v.form.scale.tokens:
+        v.scale[:, :, ::3] *= -1
+        v.scale[:, :, 5::7] = 0
+    q = randn(2, 2 * group, 1, 128).to(dtype)
+    without = replace(HERE, features=HERE.features - {"avx512_vnni"})
+    for options in ({}, {"causal": True, "kv_starts": ints(5, 40), "kv_lens": ints(333, 140)}):
+        got, wanted = (decode(q, k, v, split=128, target=x, **options) for x in (HERE, without))
+        for x, y in zip(got, wanted, strict=True):
+            same_bits(x, y, f"{name} {group} {options}")
 
 
 @NEEDS_VNNI
@@ -343,7 +361,7 @@ def test_public_calls_say_that_codes_are_read_in_the_walk():
     for name, heads, words in (
         ("int4*", 8, "products of bytes"),
         ("int8*", 8, "products of bytes"),
-        ("int8*", 2, "a single row waits"),
+        ("int8*", 2, "a single row is as quick"),
         ("int4", 8, "16 bits: q or the weights"),
     ):
         plan = str(polyflash.explain(q[:, :heads], *coded(name, 1, 2, 300, 128)))

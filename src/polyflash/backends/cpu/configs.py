@@ -369,14 +369,12 @@ def native(spec: AttentionSpec, target: Target) -> tuple[str, str, str]:
 
 
 def _compute_of(spec: AttentionSpec, dtype: str, target: Target) -> str:
-    """Few rows multiply codes as bytes only where K and V both ask for it; float32 ones stay as exact as it
-    is."""
+    """Those of "int8dot" that few rows do not round to bytes are multiplied as two bytes."""
     if not spec.codes:
         return compute_for(dtype, target)
     if spec.phase is not Phase.DECODE:
         return "int8dot"
-    asked = spec.codes.count("*int8") == 2 and "avx512_vnni" in target.features
-    return "int8dot" if asked and dtype != "float32" else "f32"
+    return "int8dot" if "avx512_vnni" in target.features else "f32"
 
 
 def check_fits(config: Any, spec: AttentionSpec, target: Target) -> None:

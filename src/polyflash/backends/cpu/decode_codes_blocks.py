@@ -1,5 +1,5 @@
 """The stages of a tile of at most 8 query rows whose K and V are codes: integer products, exact but for the
-rounding of one side to 16 bits.
+rounding of one side to 16 bits; decode_codes_bytes.py has those of CPUs that add up products of bytes.
 
     S[key][row] = scale·Σ code·q16 + Σ q·shift        q16: q times the scales of channels, in steps of `scale`
     O[row][channel] += scale·Σ p16·code + Σ p·shift   p16: p times the scale of its key, likewise
@@ -21,7 +21,7 @@ from llvmlite import ir
 
 from polyflash.backends.cpu.address_lists import PREFETCH_LEVEL
 from polyflash.backends.cpu.configs import STEP
-from polyflash.backends.cpu.decode_codes_integers import PARTS, ROUNDED, Integers, Line
+from polyflash.backends.cpu.decode_codes_integers import PARTS, Integers, Line
 from polyflash.backends.cpu.decode_units import sums_of_lanes
 from polyflash.backends.cpu.intrinsics import stage
 from polyflash.backends.cpu.simd import F32, I32, I64, Emitter, Value
@@ -161,7 +161,7 @@ class CodesTile(Integers):
         leaves them there: in front of them the rows at hand would wait behind what comes from memory."""
         codes, step = self.key.k, self._step(self.key.k)
         fours, units = range(self.fours), self._units_of(self.key.k, self.key.head_dim)
-        sums: list[list[Value]] = [[e.ints(0)] * self.rows for _ in fours]
+        sums = [[[e.ints(0)] * self.pieces] * self.rows for _ in fours]
         rows = [e.pointer(e.load(p_rows, 8 * j, I64)) for j in range(4 * self.fours)]
         turns = len(units) * 4 * step
         words = [self._words(e, row, codes, self.key.head_dim, 0) for row in rows]
@@ -174,14 +174,15 @@ class CodesTile(Integers):
             ]
             for j, n in product(range(4), range(step)):
                 done = (u * 4 + j) * step + n
-                parts = [self._part(e, e.b.bitcast(turned[f][j], self.words), codes, n) for f in fours]
+                parts = [self._parts(e, e.b.bitcast(turned[f][j], self.words), codes, n) for f in fours]
                 for r in range(self.rows):
                     place = (((u * step + n) * 4 + j) * self.rows + r) * e.bytes
-                    y = e.load(planes, place, self.words)
+                    y = self._query(e, planes, place)
                     for f in fours:
-                        sums[f][r] = self._dot(e, sums[f][r], parts[f], y)
+                        sums[f][r] = self._add_dots(e, sums[f][r], parts[f], y)
                 self._ask_lines(e, lines[len(lines) * done // turns : len(lines) * (done + 1) // turns])
-        return [x for some in sums for x in self._by_key_and_row(e, some)]
+        whole = [[self._whole(e, x) for x in some] for some in sums]
+        return [x for some in whole for x in self._by_key_and_row(e, some)]
 
     def _by_key_and_row(self, e: Emitter, x: list[Value]) -> list[Value]:
         """Vectors of scores [key][row] of four keys; x[row] has parts of their sums as [128 bits][key]."""
@@ -201,16 +202,16 @@ class CodesTile(Integers):
     def _products(self, e: Emitter, row: Value, planes: Value, scales: Value) -> list[Value]:
         """A vector of partial sums of one key for every row of Q; then those by parts of a step."""
         codes, step, sets = self.key.k, self._step(self.key.k), range(1 + self.key.split)
-        sums: list[Value] = [e.ints(0)] * (self.rows * len(sets))
+        sums = [[e.ints(0)] * self.pieces] * (self.rows * len(sets))
         for u in self._units_of(codes, self.key.head_dim):
             x = self._words(e, row, codes, self.key.head_dim, u)
             for n in range(step):
-                part = self._part(e, x, codes, n)
+                parts = self._parts(e, x, codes, n)
                 for i, r in product(sets, range(self.rows)):
                     at = ((u * step + n) * self.rows + r) * e.bytes + i * self.key.finer
                     own = i * self.rows + r
-                    sums[own] = self._dot(e, sums[own], part, e.load(planes, at, self.words))
-        return sums
+                    sums[own] = self._add_dots(e, sums[own], parts, self._query(e, planes, at))
+        return [self._whole(e, x) for x in sums]
 
     # weights
     @stage
@@ -292,17 +293,26 @@ class CodesTile(Integers):
         groups, live = self.key.value_groups, self.key.live_groups
         known += known[-1:] * (groups - live)
 
-        def rounded(i: Value, x: list[Value]) -> list[Value]:
-            values = [e.load(x[0], g * e.bytes) for g in range(live)]
-            whole = [self._rounded(e, y, by) for y, (_, by) in zip(values, known, strict=False)]
-            if keep:
-                for g, (y, n) in enumerate(zip(values, whole, strict=True)):
-                    e.store(self._left(e, y, n, known[g][0]), x[0], g * e.bytes)
-            counts = [b.add(n, b.sub(y, e.ints(ROUNDED))) for n, y in zip(x[2:], whole, strict=True)]
-            e.store(self._in_words(e, whole + whole[-1:] * (groups - live)), x[1])
-            return [e.at(x[0], live * e.bytes), e.at(x[1], groups * e.bytes // self.key.joined), *counts]
+        together = max(1, self.key.joined // self.keys)
 
-        counts = e.loop(vectors, [e.pointer(floats), e.pointer(pairs), *[e.ints(0)] * live], rounded)[2:]
+        def rounded(i: Value, x: list[Value]) -> list[Value]:
+            made, counts = [], x[2:]
+            for m in range(together):
+                places = [(m * live + g) * e.bytes for g in range(live)]
+                values = [e.load(x[0], place) for place in places]
+                whole = [self._rounded(e, y, by) for y, (_, by) in zip(values, known, strict=False)]
+                if keep:
+                    for place, y, n, (unit, _) in zip(places, values, whole, known, strict=False):
+                        e.store(self._left(e, y, n, unit), x[0], place)
+                more = [self._counts(e, y, self.key.v) for y in whole]
+                counts = [b.add(n, y) for n, y in zip(counts, more, strict=True)]
+                made += whole + whole[-1:] * (groups - live)
+            e.store(self._in_words(e, made), x[1])
+            size = together * groups * self.lanes * self.key.rounded_bytes
+            return [e.at(x[0], together * live * e.bytes), e.at(x[1], size), *counts]
+
+        trips = b.udiv(vectors, I64(together)) if together > 1 else vectors
+        counts = e.loop(trips, [e.pointer(floats), e.pointer(pairs), *[e.ints(0)] * live], rounded)[2:]
         for g in range(live):
             count = self._across_keys(e, counts[g], b.add)
             middles = [b.mul(count, e.ints(middle)) for middle in self.value_middles]
@@ -331,7 +341,8 @@ class CodesTile(Integers):
     def accumulate_codes(self, e: Emitter, v_rows, pairs, o, alpha, sums, count, later) -> None:
         """`count` pairs of keys, whose sums are made apart and then added."""
         walks, args = self._walks(), (v_rows, pairs, o, alpha, sums, count, later)
-        lines = [(j, byte) for j in (0, 1) for byte in self._lines(self.key.v, self.key.head_dim_v)]
+        rows_later = range(self._rows_later())
+        lines = [(j, byte) for j in rows_later for byte in self._lines(self.key.v, self.key.head_dim_v)]
         for n, (own, some) in enumerate(walks):
             self._some_columns(e, own, some, args, lines[n :: len(walks)])
 
@@ -341,14 +352,20 @@ class CodesTile(Integers):
         """One walk over the keys, for some rows and parts of units; of later pairs it prefetches `lines`."""
         v_rows, pairs, o, alpha, sums, count, later = args
         n = self.key.joined
-        places = (v_rows, 8 * n), (pairs, self.key.value_groups * self.rows * 4), (later, 16)
-        zeros = [e.ints(0)] * (2 * len(columns) * len(rows))
+        weights = self.key.value_groups * self.rows * n * self.key.rounded_bytes
+        places = (v_rows, 8 * n), (pairs, weights), (later, 8 * self._rows_later())
+        zeros = [e.ints(0)] * (2 * len(columns) * len(rows) * self.pieces)
         with e.walk(count, *places, rolled=True, carried={"acc": zeros}) as walk:
             p_rows, p_weights, p_later = walk
             keys = [e.pointer(e.load(p_rows, 8 * j, I64)) for j in range(n)]
             self._ask_lines(e, [(p_later, j, byte) for j, byte in lines])
             walk.acc = self._weigh_keys(e, keys, p_weights, walk.acc, rows, columns)
         self._add_values(e, walk.acc, o, alpha, sums, rows, columns)
+
+    def _rows_later(self) -> int:
+        """Rows that are prefetched while the values of those that are joined are added: half as many, where
+        others are meanwhile."""
+        return 2 if self.key.bytes else self.key.joined
 
     def _weigh_keys(
         self, e: Emitter, keys: list[Value], p_weights: Value, acc: list[Value], rows: range, columns: Any
@@ -363,7 +380,7 @@ class CodesTile(Integers):
                 y = e.interleave_blocks(parts[0], parts[1], half)
                 for m, r in enumerate(rows):
                     if (u, r) not in weights:
-                        weights[u, r] = self._weight(e, p_weights, u, r)
+                        weights[u, r] = self._pieces(e, p_weights, u, r)[0]
                     at = (c * 2 + half) * len(rows) + m
                     acc[at] = self._dot(e, acc[at], y, weights[u, r])
         return acc
@@ -381,7 +398,8 @@ class CodesTile(Integers):
                 more = e.b.bitcast(self._of_channels(e, sums, u, r, 2 + own), e.vi)
                 unit = e.b.fmul(unit, e.floats(self.value_units[own]))
                 for half in (0, 1):
-                    x = acc[(c * 2 + half) * len(rows) + m]
+                    at = ((c * 2 + half) * len(rows) + m) * self.pieces
+                    x = self._whole(e, acc[at : at + self.pieces])
                     x = e.b.sub(x, more) if self.value_middles[own] else x
                     x = e.fma(e.b.sitofp(x, e.vf), unit, added)
                     place = (u * self.rows + r) * self.parts * e.bytes + (2 * n + half) * e.bytes
@@ -391,7 +409,7 @@ class CodesTile(Integers):
         """Rows, and units and parts of V's words, whose sums are made in one walk over the keys."""
         units, rows = self._units_of(self.key.v, self.key.head_dim_v), min(self.rows, ROWS_AT_ONCE)
         columns = [(u, n) for u in units for n in range(per_word(self.key.v))]
-        many = min(len(columns), max(1, SUMS // (2 * rows)))
+        many = min(len(columns), max(1, SUMS // (2 * rows * self.pieces)))
         firsts = [(row, at) for row in range(0, self.rows, rows) for at in range(0, len(columns), many)]
         return [(range(row, row + rows), columns[at : at + many]) for row, at in firsts]
 
@@ -403,15 +421,17 @@ class CodesTile(Integers):
         per_lane = 8 * per_word(self.key.v)  # channels of 128 bits
         return [(unit * self.key.unit + lane // 4 * per_lane) // channels for lane in range(self.lanes)]
 
-    def _weight(self, e: Emitter, weights: Value, unit: int, row: int) -> Value:
-        """The pair of weights of a row for every lane of a sum, as 16-bit integers."""
-        groups = self._lane_groups(unit)
+    def _pieces(self, e: Emitter, weights: Value, unit: int, row: int) -> list[Value]:
+        """The weights of a row and of the keys that are joined for every lane of a sum, each piece apart."""
+        groups, n = self._lane_groups(unit), self.pieces
+        first, place = min(groups), (row * self.key.value_groups + min(groups)) * 4 * n
         if self.key.value_groups == 1:
-            return e.b.bitcast(e.splat(e.load(weights, row * 4, I32)), self.words)
-        first = min(groups)
-        count = 1 << max(groups[-1] - first, 0).bit_length()
-        x = e.load(weights, (row * self.key.value_groups + first) * 4, ir.VectorType(I32, count))
-        return e.b.bitcast(e.shuffle(x, x, (g - first for g in groups)), self.words)
+            made = [e.splat(e.load(weights, place + 4 * i, I32)) for i in range(n)]
+        else:
+            count = n << max(groups[-1] - first, 0).bit_length()
+            x = e.load(weights, place, ir.VectorType(I32, count))
+            made = [e.shuffle(x, x, (n * (g - first) + i for g in groups)) for i in range(n)]
+        return [e.b.bitcast(x, self.words) for x in made]
 
     def _of_channels(self, e: Emitter, sums: Value, unit: int, row: int, which: int) -> Value:
         """A word at `sums`, of a row, for every lane of a sum."""

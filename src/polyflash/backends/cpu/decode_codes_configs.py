@@ -37,7 +37,7 @@ class CodedKey(DecodeKey):
     @property
     def name(self) -> str:
         dims = f"r{self.rows}_d{self.head_dim}_{self.head_dim_v}"
-        return re.sub(r"\W", "_", f"{self.kind}_{self.isa}_{self.storage}_{dims}_{self.codes}")
+        return re.sub(r"\W", "_", f"{self.kind}_{self.isa}_{self.compute}_{self.storage}_{dims}_{self.codes}")
 
     @property
     def k(self) -> Codes:
@@ -69,9 +69,14 @@ class DecodedKey(CodedKey):
 
 
 class CodesKey(CodedKey):
-    """Codes meet q and the weights as integers."""
+    """Codes meet q and the weights as integers. compute: "int8dot" if the CPU has an instruction for sums of
+    four products of bytes."""
 
     __slots__ = ()
+
+    @property
+    def row_key(self) -> configs.KernelKey:
+        return configs.KernelKey(self.isa, "f32", self.storage, 1, configs.BUCKETS[0])
 
     @property
     def unit(self) -> int:
@@ -83,13 +88,24 @@ class CodesKey(CodedKey):
 
     @property
     def bytes(self) -> bool:
-        """Whether the products are of bytes."""
+        """Whether q and the weights are rounded to bytes."""
         return "*" in self.codes
 
     @property
+    def halves(self) -> bool:
+        """Whether they are 16-bit integers that are multiplied as two bytes each: the same sums of fewer
+        instructions."""
+        return self.compute == "int8dot" and not self.bytes
+
+    @property
+    def rounded_bytes(self) -> int:
+        """Bytes of a rounded q or weight."""
+        return 1 if self.bytes else 2
+
+    @property
     def joined(self) -> int:
-        """Keys whose weights lie side by side in 32 bits."""
-        return 4 if self.bytes else 2
+        """Keys that one instruction multiplies with their weights and adds up in a lane."""
+        return 4 if self.bytes or self.halves else 2
 
     @property
     def query_row(self) -> int:
@@ -111,7 +127,7 @@ class CodesKey(CodedKey):
     @property
     def finer(self) -> int:
         """Bytes of the planes of Q, behind which are those of parts of a step."""
-        return self.rows * self.query_row // self.joined * (4 if self.by_fours else 1)
+        return self.rows * self.query_row // 4 * self.rounded_bytes * (4 if self.by_fours else 1)
 
     @property
     def query_stats(self) -> int:
@@ -217,10 +233,12 @@ def key_for(config: DecodeConfig, spec: AttentionSpec, rows: int) -> CodesKey | 
         most = min(most, ISAS[config.isa].lanes // 2)  # a vector has two keys
     rows = 1 << (min(max(1, rows), most) - 1).bit_length()
     codes = spec.codes
-    if config.compute != "int8dot" or rows == 1 or kind is not CodesKey:
-        # One row waits for memory: bytes gained nothing.
+    compute = config.compute if kind is CodesKey else "f32"
+    asked = codes.count("*int8") == 2 and spec.dtype != "float32"
+    if compute != "int8dot" or rows == 1 or not asked:
+        # One row is as quick with 16 bits as two bytes.
         codes = text_of(*(x and x._replace(compute="float") for x in codes_of(codes)))
-    return kind(config.isa, "f32", spec.dtype, rows, spec.head_dim, spec.head_dim_v, codes)
+    return kind(config.isa, compute, spec.dtype, rows, spec.head_dim, spec.head_dim_v, codes)
 
 
 def note(config: DecodeConfig, spec: AttentionSpec) -> str:
@@ -237,8 +255,9 @@ def note(config: DecodeConfig, spec: AttentionSpec) -> str:
         how = "bytes: q, a scale per row, and the weights, one per row and block, are rounded to 8 bits"
     elif "*int8" in spec.codes:
         why = "bytes need avx512_vnni, and to be asked for by k and v"
-        how = f"16 bits: {'a single row waits for memory' if key.rows == 1 else why}"
-    return f"kernel {key.name}: products of {how}"
+        how = f"16 bits: {'a single row is as quick' if key.rows == 1 else why}"
+    by = ", multiplied as two bytes each" if key.halves else ""
+    return f"kernel {key.name}: products of {how}{by}"
 
 
 @lru_cache(maxsize=256)

@@ -30,6 +30,7 @@ class Integers(DecodeTile):
     """Emissions that the stages of a tile over codes share."""
 
     key: CodesKey
+    pieces = 1  # sums in registers that make one
 
     def __init__(self, key: CodesKey) -> None:
         super().__init__(key)
@@ -38,7 +39,7 @@ class Integers(DecodeTile):
         self.middles, self.value_middles = MIDDLES[key.k.dtype], MIDDLES[key.v.dtype]
         self.value_units = [1.0] * len(self.value_middles)  # of what stands for 1 in a code of V
         self.parts = key.unit // self.lanes
-        self.fours = 2 if key.bytes and self.rows == 4 else 1  # of keys whose scores are made at once
+        self.fours = 2 if key.joined == 4 and self.rows == 4 else 1  # of keys whose scores are made at once
 
     # codes
     def _step(self, codes: Codes) -> int:
@@ -47,7 +48,7 @@ class Integers(DecodeTile):
 
     def _integers(self, e: Emitter, x: Value) -> Value:
         """The low bits of 32-bit ones."""
-        return e.b.trunc(x, ir.VectorType(self.words.element, self.lanes))
+        return e.b.trunc(x, ir.VectorType(ir.IntType(8 * self.key.rounded_bytes), self.lanes))
 
     def _units_of(self, codes: Codes, channels: int) -> range:
         return range(-(-channels // self.key.unit_of(codes)))
@@ -88,6 +89,24 @@ class Integers(DecodeTile):
         for half in (0, 1):
             acc = b.add(acc, e.shuffle(z, z, range(half, 2 * n, 2)))
         return acc
+
+    def _query(self, e: Emitter, planes: Value, place: int) -> list[Value]:
+        """A vector of rounded q, a piece each."""
+        return [e.load(planes, place, self.words)]
+
+    def _parts(self, e: Emitter, x: Value, codes: Codes, n: int) -> list[Value]:
+        """The n-th code of every integer, for each piece of what it meets."""
+        return [self._part(e, x, codes, n)]
+
+    def _add_dots(
+        self, e: Emitter, sums: list[Value], parts: list[Value], rounded: list[Value]
+    ) -> list[Value]:
+        """Add the products of codes and rounded q or weights to the pieces of a sum."""
+        return [self._dot(e, sums[0], parts[0], rounded[0])]
+
+    def _whole(self, e: Emitter, sums: list[Value]) -> Value:
+        """A sum of its pieces."""
+        return sums[0]
 
     # rounding
     def _bits_of_size(self, e: Emitter, x: Value) -> Value:
@@ -224,10 +243,15 @@ class Integers(DecodeTile):
         return e.shuffle(x[0], x[0], [lane % self.rows * (n // self.rows) for lane in range(n)])
 
     def _counted(self, e: Emitter, total: Value, whole: list[Value], parts: list[Value]) -> Value:
-        """Lanes of a total, plus the integers `whole`, which `parts` hold too."""
+        """Lanes of a total, plus what meets the middle of codes of the integers `whole`, which `parts` hold
+        too."""
         for x in whole:
-            total = e.b.add(total, e.b.sub(x, e.ints(ROUNDED)))
+            total = e.b.add(total, self._counts(e, x, self.key.k))
         return total
+
+    def _counts(self, e: Emitter, whole: Value, codes: Codes) -> Value:
+        """Integers of which each adds the middle of codes once."""
+        return e.b.sub(whole, e.ints(ROUNDED))
 
     def _store_planes(
         self, e: Emitter, planes: Value, unit: int, row: int, whole: list[Value]
