@@ -33,6 +33,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TABLE = Path(__file__).with_suffix(".toml")
 TIMEOUT_S, BASELINE_TIMEOUT_S = 300, 1800
 INTERPRETED = re.compile(r"tests/backends/triton/|.*(\[triton-.*|-triton)\]$")  # with TRITON_INTERPRET set
+EMULATED = re.compile("tests/backends/cpu/test_decode_codes")  # where the CPU has no AVX-512
 KILLING = ("AssertionError", "assert ", "Failed: ")
 
 
@@ -102,6 +103,7 @@ def run_tests(source: Path, cache: Path, nodes: Sequence[str], timeout_s: int, r
         "PYTHONDONTWRITEBYTECODE": "1",
         **({"POLYFLASH_WEBGPU_CPU": "1"} if any("webgpu" in node for node in nodes) else {}),
         **({"TRITON_INTERPRET": "1"} if any(map(INTERPRETED.match, nodes)) else {}),
+        **({"POLYFLASH_TEST_ISA": "avx512"} if any(map(EMULATED.match, nodes)) else {}),
     }
     command = [
         sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "",

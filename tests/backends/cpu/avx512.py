@@ -21,7 +21,9 @@ F32, F64 = ir.FloatType(), ir.DoubleType()
 
 
 def install() -> None:
-    """Before test modules ask what the CPU can do."""
+    """Before test modules ask what the CPU can do; nothing where it has all of it."""
+    if target.cpu_flags() >= FLAGS:
+        return
     folder = os.environ.get("POLYFLASH_CACHE_DIR", "build")
     if not folder.endswith("avx512"):  # as that of workers does
         os.environ["POLYFLASH_CACHE_DIR"] = os.path.join(folder, "avx512")
