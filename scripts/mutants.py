@@ -27,6 +27,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -52,6 +53,10 @@ class Mutant:
     @property
     def interpreted(self) -> bool:
         return any(map(INTERPRETED.match, self.tests))
+
+    @property
+    def emulated(self) -> bool:
+        return any(map(EMULATED.match, self.tests))
 
     def selection(self) -> tuple[str, ...]:
         backend = self.file.split("/")[1] if self.file.startswith("backends/") else "torch"
@@ -171,8 +176,8 @@ def baseline(chosen: Sequence[Mutant], folder: Path) -> tuple[str, list[Mutant]]
     if not Path(found.strip()).is_relative_to(source):
         return f"polyflash is imported from {found.strip()}, not from the copy", []
     ran: set[str] = set()
-    for interpreted in (False, True):
-        mutants = [mutant for mutant in chosen if mutant.interpreted is interpreted]
+    for interpreted, emulated in product((False, True), repeat=2):
+        mutants = [m for m in chosen if m.interpreted is interpreted and m.emulated is emulated]
         nodes = list(dict.fromkeys(node for mutant in mutants for node in mutant.selection()))
         if not nodes or (interpreted and find_spec("triton") is None):
             continue

@@ -79,8 +79,8 @@ class Bytes(CodesTile):
                         parts = self._value_parts(e, b.bitcast(y, self.words), c % step)
                         for m, weight in enumerate(weights):
                             first = ((at * 2 + quarter) * len(rows) + m) * self.pieces
-                            own = slice(first, first + self.pieces)
-                            acc[own] = self._add_value_dots(e, acc[own], parts, weight)
+                            sums = slice(first, first + self.pieces)
+                            acc[sums] = self._add_value_dots(e, acc[sums], parts, weight)
         return acc
 
     def _narrow(self, e: Emitter, x: list[Value]) -> Value:
