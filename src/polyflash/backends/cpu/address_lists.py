@@ -8,8 +8,9 @@ from llvmlite import ir
 from polyflash.backends.cpu.intrinsics import stage
 from polyflash.backends.cpu.simd import I32, I64, Emitter, Value
 
-# Into the second-level cache, a phase ahead: in the first the rows would push each other out.
-PREFETCH_LEVEL = 2
+# Into the second-level cache, a phase ahead: in the first the rows would push each other out. From there into
+# the first shortly before they are read, so that loads do not wait behind those lines: `NEAR_LEVEL`.
+PREFETCH_LEVEL, NEAR_LEVEL = 2, 3
 
 
 class AddressLists:

@@ -23,7 +23,7 @@ from polyflash.backends.cpu.configs import STEP
 from polyflash.backends.cpu.decode_configs import KEYS_PER_GROUP, NARROW, WIDTH, DecodeKey
 from polyflash.backends.cpu.decode_many_blocks import joined
 from polyflash.backends.cpu.decode_turns import Turns
-from polyflash.backends.cpu.decode_units import sums_of_lanes
+from polyflash.backends.cpu.decode_units import Later, far, sums_of_lanes
 from polyflash.backends.cpu.intrinsics import stage
 from polyflash.backends.cpu.simd import F32, I32, I64, Emitter, Value
 
@@ -85,12 +85,12 @@ class DecodeTile(AddressLists, Turns):
             if self.rows > 1:
                 for j in range(self.keys):
                     row, next_row = (e.pointer(e.load(p, 8 * j, I64)) for p in (p_rows, p_later))
-                    sums += self._dots(e, row, next_row, q, channels, spread)
+                    sums += self._dots(e, row, far(next_row), q, channels, spread)
             else:
                 places = (p_rows, 8), (p_later, 8), (p_sums, e.bytes)
                 with e.walk(self.keys, *places, rolled=True) as (*listed, p_sum):
                     row, next_row = (e.pointer(e.load(x, 0, I64)) for x in listed)
-                    e.store(self._dots(e, row, next_row, q, channels, spread)[0], p_sum)
+                    e.store(self._dots(e, row, far(next_row), q, channels, spread)[0], p_sum)
                 sums = [e.load(p_sums, n * e.bytes) for n in range(self.lanes)]
             x = e.apply_mask(change(sums_of_lanes(e, sums)), b.sub(at, lo), width)
             e.store(x, p_s)
@@ -134,7 +134,7 @@ class DecodeTile(AddressLists, Turns):
         self,
         e: Emitter,
         row: Value,
-        later: Value | None,
+        later: Later,
         q: Value | list[list[list[Value]]],
         channels: Value | int,
         spread: Value | None,
@@ -261,9 +261,9 @@ class DecodeTile(AddressLists, Turns):
             return [e.at(p[0], count * step_bytes)]
 
         def some_rows(at: Value, p: list[Value], mask: Value | None, count: int, first: int) -> None:
-            def weighed(pairs: list[tuple[Value, Value]], p_weights: Value, sums: list[Value]) -> None:
-                for _, row in pairs:
-                    self._prefetch(e, row, at, count, spread)
+            def weighed(pairs: list[tuple[Value, Later]], p_weights: Value, sums: list[Value]) -> None:
+                for _, later in pairs:
+                    self._prefetch(e, later, at, count, spread)
                 whole_rows = [
                     [self._raw(e, e.at(row, u * unit_bytes), at, mask) for u in range(count)]
                     for row, _ in pairs
@@ -282,7 +282,7 @@ class DecodeTile(AddressLists, Turns):
                     pairs = [listed(e.b.add(n, I64(j))) for j in range(pack)]
                 else:
                     rows = [[e.pointer(e.load(p, 8 * j, I64)) for j in range(pack)] for p in lists]
-                    pairs = list(zip(*rows, strict=True))
+                    pairs = [(row, far(later)) for row, later in zip(*rows, strict=True)]
                 weighed(pairs, p_weights, walk.sums)
             for r in range(at_once):
                 shrink = None if p_alpha is None else e.splat(e.load(p_alpha, (first + r) * 4, F32))

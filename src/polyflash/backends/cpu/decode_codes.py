@@ -34,7 +34,7 @@ def walk(key: CodesKey, stage: Any, list_rows: Any) -> Any:
     SHIFT_TOKENS = 0 if key.k.shift is None else key.k.shift.tokens
     CHANNEL_SCALES, SHIFTED, V_SHIFTED = key.scaled, key.k.shift is not None, key.v.shift is not None
     FLOATS, KEY_WIDTH = isinstance(key, FloatsKey), key.key_groups  # scales of a key
-    RUN, LENT, FOLDED = key.run, key.lent, CHANNEL_SCALES or SHIFTED
+    RUN, LENT, NEAR, FOLDED = key.run, key.lent, key.near, CHANNEL_SCALES or SHIFTED
     WIDTH = key.live_groups  # of V, scales of a key
 
     entry_at = entries()
@@ -112,7 +112,7 @@ def walk(key: CodesKey, stage: Any, list_rows: Any) -> Any:
         listed, in slot 0 or 1, as those after key_hi are afterwards, as far as there are keys before
         `beyond`."""
         args = tile.args
-        block, block_n, slot_bytes = tile.block, args.block_n, (args.block_n + LANES) * 8
+        block, block_n, slot_bytes = tile.block, args.block_n, (args.block_n + NEAR + LANES) * 8
         ahead = greatest(KEYS_AHEAD // heads, block_n)
         for i_h in range(heads):
             q = tile.q + i_h * args.q_tile
@@ -137,6 +137,9 @@ def walk(key: CodesKey, stage: Any, list_rows: Any) -> Any:
                     stage.add_addresses(own_v, later_v, word(args, V_BATCH + 1), end - begin, tile.zero)
                 elif last < beyond:
                     list_both(tile, k, v, later, last, least((last // block_n + 1) * block_n, beyond))
+                if NEAR > 0:  # behind each list that of what is read next
+                    stage.add_addresses(own_v, own_k + (end - begin) * 8, 0, NEAR, tile.zero)
+                    stage.add_addresses(later_k, own_v + (end - begin) * 8, 0, NEAR, tile.zero)
                 stage.fill(block, 1, MINUS_INF)
                 q, unasked = tile.q + i_h * args.q_tile, (end - begin) // STEP * (STEP - LENT) * 8
                 score_block(tile, q, first, last, begin, i_h, own_k, later_k, block, own_v + unasked, ahead)

@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 from llvmlite import ir
 
 from polyflash.backends.cpu.address_lists import PREFETCH_LEVEL
-from polyflash.backends.cpu.configs import STEP
+from polyflash.backends.cpu.configs import LINE, STEP
 from polyflash.backends.cpu.decode_codes_integers import PARTS, Integers, Line
 from polyflash.backends.cpu.decode_units import sums_of_lanes
 from polyflash.backends.cpu.intrinsics import stage
@@ -70,7 +70,7 @@ class CodesTile(Integers):
         def group(i: Value, values: list[Value]) -> list[Value]:
             p_rows, p_s, largest, at, p_later, p_scales, p_values = values
             value_lines = self._lines(self.key.v, self.key.head_dim_v)
-            values_later = [(p_values, n, byte) for n in range(lent) for byte in value_lines]
+            values_later = self._far(p_values, range(lent), value_lines)
             made = sums_of(e, (p_rows, p_later, p_scales), planes, values_later)
             made = [score(*x, e.at(p_scales, j * self.keys * width_of_scales)) for j, x in enumerate(made)]
             ids = [b.add(at, e.ints(j * self.keys)) for j in range(together)]
@@ -119,19 +119,23 @@ class CodesTile(Integers):
             self._ask_lines(e, lines)
             if self.rows == 1:
                 places = (p_rows, 8), (p_later, 8), (p_sums, sets * e.bytes), (p_scales, width)
-                with e.walk(self.keys, *places, rolled=True) as (*listed, p_sum, scales):
-                    row, next_row = (e.pointer(e.load(x, 0, I64)) for x in listed)
-                    self._ask(e, next_row, self.key.k, self.key.head_dim)
+                with e.walk(self.keys, *places, rolled=True) as (p_row, p_next, p_sum, scales):
+                    self._ask_lines(e, self._keys_ahead(p_row, p_next, range(1)))
+                    row = e.pointer(e.load(p_row, 0, I64))
                     for i, x in enumerate(self._products(e, row, planes, scales)):
                         e.store(x, p_sum, i * e.bytes)
                 sums = [e.load(p_sums, n * e.bytes, kind) for n in range(self.lanes * sets)]
             for j in range(self.keys if self.rows > 1 else 0):
-                row, next_row = (e.pointer(e.load(p, 8 * j, I64)) for p in (p_rows, p_later))
-                self._ask(e, next_row, self.key.k, self.key.head_dim)
+                self._ask_lines(e, self._keys_ahead(p_rows, p_later, [j]))
+                row = e.pointer(e.load(p_rows, 8 * j, I64))
                 sums += self._products(e, row, planes, e.at(p_scales, j * width))
             return [[sums_of_lanes(e, self._of_set(sums, i)) for i in range(sets)]]
 
         return sums_of
+
+    def _keys_ahead(self, rows: Value, later: Value, entries: Sequence[int]) -> list[Line]:
+        lines = self._lines(self.key.k, self.key.head_dim)
+        return self._far(later, entries, lines) + self._near(rows, entries, lines)
 
     def _sums(self, e: Emitter) -> ir.Type:
         return e.vi
@@ -147,7 +151,7 @@ class CodesTile(Integers):
         """`_of_fours` by whole steps of Q, and by parts."""
         p_rows, p_later, _ = of_keys
         key_lines, keys = self._lines(self.key.k, self.key.head_dim), range(4 * self.fours)
-        lines = evenly([(p_later, j, byte) for j in keys for byte in key_lines], lines)
+        lines = evenly(self._far(p_later, keys, key_lines), self._near(p_rows, keys, key_lines), lines)
         sets = [
             self._of_fours(e, p_rows, e.at(planes, i * self.key.finer), lines if i == 0 else [])
             for i in range(1 + self.key.split)
@@ -341,15 +345,18 @@ class CodesTile(Integers):
     def accumulate_codes(self, e: Emitter, v_rows, pairs, o, alpha, sums, count, later) -> None:
         """`count` pairs of keys, whose sums are made apart and then added."""
         walks, args = self._walks(), (v_rows, pairs, o, alpha, sums, count, later)
-        rows_later = range(self._rows_later())
-        lines = [(j, byte) for j in rows_later for byte in self._lines(self.key.v, self.key.head_dim_v)]
+        rows_later, of_row = range(self._rows_later()), self._lines(self.key.v, self.key.head_dim_v)
+        lines, read = [(j, byte) for j in rows_later for byte in of_row], set[int]()
         for n, (own, some) in enumerate(walks):
-            self._some_columns(e, own, some, args, lines[n :: len(walks)])
+            first = {u * e.bytes // LINE * LINE for u, _ in some} - read
+            read |= first
+            self._some_columns(e, own, some, args, lines[n :: len(walks)], sorted(first))
 
     def _some_columns(
-        self, e: Emitter, rows: range, columns: Sequence[tuple[int, int]], args: Any, lines: Any
+        self, e: Emitter, rows: range, columns: Sequence[tuple[int, int]], args: Any, lines: Any, own: Any
     ) -> None:
-        """One walk over the keys, for some rows and parts of units; of later pairs it prefetches `lines`."""
+        """One walk over the keys, for some rows and parts of units; of later pairs it prefetches `lines`, and
+        of keys that are read soon its `own`."""
         v_rows, pairs, o, alpha, sums, count, later = args
         n = self.key.joined
         weights = self.key.value_groups * self.rows * n * self.key.rounded_bytes
@@ -358,7 +365,8 @@ class CodesTile(Integers):
         with e.walk(count, *places, rolled=True, carried={"acc": zeros}) as walk:
             p_rows, p_weights, p_later = walk
             keys = [e.pointer(e.load(p_rows, 8 * j, I64)) for j in range(n)]
-            self._ask_lines(e, [(p_later, j, byte) for j, byte in lines])
+            ahead = [(p_later, j, byte, PREFETCH_LEVEL) for j, byte in lines]
+            self._ask_lines(e, ahead + self._near(p_rows, range(n), own))
             walk.acc = self._weigh_keys(e, keys, p_weights, walk.acc, rows, columns)
         self._add_values(e, walk.acc, o, alpha, sums, rows, columns)
 

@@ -177,6 +177,14 @@ class CodesKey(CodedKey):
         return STEP // 2 - self.rows if self.bytes else 0
 
     @property
+    def near(self) -> int:
+        """Rows by which lines are asked for into the first cache, too: about 1 KiB, in whole vectors of
+        addresses. Timed on Intel alone: docs/results/2026-11-29-xeon-decode-two-caches.md."""
+        rows = (self.head_dim, self.k), (self.head_dim_v, self.v)
+        widest = max(channels * KINDS[codes.dtype].bits // 8 for channels, codes in rows)
+        return min(32, max(8, 1024 // widest // 8 * 8)) if self.isa == "avx512" else 0
+
+    @property
     def value_groups(self) -> int:
         """Scales of a key of V, of as many channels as fill whole units if they are several."""
         channels = self.v.scale.channels
@@ -210,6 +218,10 @@ class FloatsKey(CodesKey):
     @property
     def joined(self) -> int:
         return 1
+
+    @property
+    def near(self) -> int:
+        return 0  # not timed
 
     @property
     def finer(self) -> int:
@@ -272,8 +284,8 @@ def scratch(key: CodesKey | DecodedKey, block_n: int) -> Scratch:
     sizes = dict.fromkeys(Scratch._fields[:-1], 0) | {
         "q": MOST_HEADS * key.query_tile,
         "o": key.partial_bytes(key.head_dim_v),
-        "k": 2 * (block_n + key.lanes) * 8,
-        "v": 2 * (block_n + key.lanes) * 8,
+        "k": 2 * (block_n + key.near + key.lanes) * 8,
+        "v": 2 * (block_n + key.near + key.lanes) * 8,
         "s": block_n * key.rows * 4,
         "p": groups * block_n * key.rows * 2,
         "stage": (key.key_groups + 2 * live) * block_n * 4,

@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 
 from llvmlite import ir
 
-from polyflash.backends.cpu.address_lists import PREFETCH_LEVEL
 from polyflash.backends.cpu.decode_blocks import DecodeTile
 from polyflash.backends.cpu.decode_codes_blocks import CodesTile
 from polyflash.backends.cpu.decode_codes_configs import FloatsKey
@@ -142,8 +141,7 @@ class FloatsTile(CodesTile):
             zeros = [e.floats(0)] * (2 * len(columns) * len(rows))
             with e.walk(count, *places, rolled=True, carried={"acc": zeros}) as walk:
                 p_row, p_weights, p_scales, p_later = walk
-                for byte in lines[n :: len(walks)]:
-                    e.prefetch(e.at(e.pointer(e.load(p_later, 0, I64)), byte), PREFETCH_LEVEL)
+                self._ask_lines(e, self._far(p_later, range(1), lines[n :: len(walks)]))
                 row = e.pointer(e.load(p_row, 0, I64))
                 walk.acc = self._weighed(e, row, p_weights, p_scales, walk.acc, rows, columns, careful)
             self._add_floats(e, walk.acc, o, alpha, rows, columns)

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from llvmlite import ir
 
-from polyflash.backends.cpu.address_lists import PREFETCH_LEVEL
+from polyflash.backends.cpu.address_lists import NEAR_LEVEL, PREFETCH_LEVEL
 from polyflash.backends.cpu.configs import LINE
 from polyflash.backends.cpu.decode_blocks import DecodeTile
 from polyflash.backends.cpu.decode_codes_configs import CodesKey
@@ -22,7 +22,8 @@ MIDDLES = {"int8": (128, 0), "int4": (8,)}  # of parts by turns: the integer tha
 ROUNDED = 0x4B400000  # the bits of 1.5·2²³, beyond which a float32 counts in ones
 PARTS = 65000.0  # of a step: half of one is less than 2^15 of them
 CHOSEN = 0xCA  # of a `vpternlogd`: bits of the second where the first has ones, else of the third
-Line: TypeAlias = tuple[Value, int, int]  # a list of addresses, an entry of it, and a byte of its row
+# A list of addresses, an entry of it, a byte of its row, and the level of the cache that it is for.
+Line: TypeAlias = tuple[Value, int, int, int]
 LEAST = 1e-34  # of a largest value, below which all are 0: the inverse of its scale is finite
 
 
@@ -313,15 +314,19 @@ class Integers(DecodeTile):
             x = [e.shuffle(u, v, range(2 * u.type.count)) for u, v in zip(x[::2], x[1::2], strict=True)]
         return x[0]
 
-    def _ask(self, e: Emitter, row: Value, codes: Codes, channels: int) -> None:
-        """Prefetches a row of the next block."""
-        for byte in self._lines(codes, channels):
-            e.prefetch(e.at(row, byte), PREFETCH_LEVEL)
+    def _far(self, rows: Value, entries: Sequence[int], lines: Sequence[int]) -> list[Line]:
+        """Lines of listed rows that are read a block later."""
+        return [(rows, n, byte, PREFETCH_LEVEL) for n in entries for byte in lines]
+
+    def _near(self, rows: Value, entries: Sequence[int], lines: Sequence[int]) -> list[Line]:
+        """Lines of rows that are read soon behind these entries of a list."""
+        near = self.key.near
+        return [(rows, n + near, byte, NEAR_LEVEL) for n in entries for byte in lines if near]
 
     def _ask_lines(self, e: Emitter, lines: Sequence[Line]) -> None:
         """Prefetches lines of rows in lists of addresses."""
-        for rows, n, byte in lines:
-            e.prefetch(e.at(e.pointer(e.load(rows, 8 * n, I64)), byte), PREFETCH_LEVEL)
+        for rows, n, byte, level in lines:
+            e.prefetch(e.at(e.pointer(e.load(rows, 8 * n, I64)), byte), level)
 
     def _lines(self, codes: Codes, channels: int) -> range:
         return range(0, channels * KINDS[codes.dtype].bits // 8, LINE)

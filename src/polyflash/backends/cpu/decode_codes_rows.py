@@ -15,6 +15,7 @@ from polyflash.backends.cpu.decode_blocks import DecodeTile
 from polyflash.backends.cpu.decode_codes import entries
 from polyflash.backends.cpu.decode_codes_configs import DecodedKey
 from polyflash.backends.cpu.decode_codes_floats import HALVES, TIMES, chosen, every, halves_of
+from polyflash.backends.cpu.decode_units import Later
 from polyflash.backends.cpu.intrinsics import least, quotient, stage, word
 from polyflash.backends.cpu.simd import F32, I8, I16, I32, Emitter, Value
 from polyflash.backends.cpu.structs import Blocks
@@ -55,7 +56,7 @@ class DecodedTile(DecodeTile):
 
         e.each_vector(channels, self.lanes, [e.pointer(o), e.pointer(dst)], vector)
 
-    def _prefetch(self, e: Emitter, row: Value | None, at: Value, units: int, spread: Value | None) -> None:
+    def _prefetch(self, e: Emitter, later: Later, at: Value, units: int, spread: Value | None) -> None:
         """Decoded rows are near."""
 
     @stage

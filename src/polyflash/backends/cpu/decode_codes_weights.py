@@ -47,7 +47,7 @@ class ByteWeights(CodesTile):
 
         def scaled(i: Value, x: list[Value]) -> list[Value]:
             p_later, p_s, p_held, p_scale, p_shift, total, *tops = x
-            self._ask(e, e.pointer(e.load(p_later, 0, I64)), self.key.v, self.key.head_dim_v)
+            self._ask_lines(e, self._far(p_later, range(1), self._lines(self.key.v, self.key.head_dim_v)))
             d = b.fmul(b.fsub(e.load(p_s), m_safe), scale)
             seen = b.fcmp_unordered(">", d, e.floats(FLOOR))
             weight = self._power_of_seen(e, d, seen)

@@ -91,6 +91,15 @@ class DecodeKey:
         return {"float16": 4096 if self.rows > 1 else 0, "bfloat16": bfloat16}[self.storage]
 
     @property
+    def bytes_near(self) -> int:
+        """Bytes by which they are asked for into the first cache, too, 0 if they are not: on Intel a row of
+        bfloat16 reads at 96 % of memory's speed then, not 86
+        (docs/results/2026-11-29-xeon-decode-two-caches.md)."""
+        if self.storage != "bfloat16" or self.compute == "bf16dot":
+            return 0
+        return 4096 if self.rows == 1 else 1024
+
+    @property
     def bytes_early(self) -> int:
         """Bytes of those that are asked for at once behind each turn of K: four rows of float32 read V twice,
         and memory would have nothing to do the second time."""

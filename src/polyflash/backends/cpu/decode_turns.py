@@ -6,10 +6,10 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from polyflash.backends.cpu.address_lists import PREFETCH_LEVEL
+from polyflash.backends.cpu.address_lists import NEAR_LEVEL, PREFETCH_LEVEL
 from polyflash.backends.cpu.configs import LINE
 from polyflash.backends.cpu.decode_configs import KEYS_PER_GROUP, MOST_HEADS, NARROW, WIDTH
-from polyflash.backends.cpu.decode_units import Units, sums_of_lanes
+from polyflash.backends.cpu.decode_units import Later, Units, far, sums_of_lanes
 from polyflash.backends.cpu.intrinsics import stage
 from polyflash.backends.cpu.simd import I64, Emitter, Value
 
@@ -33,7 +33,7 @@ class Turns(Units):
         p_q, p_sums = e.pointer(q), e.pointer(sums)
         for h in range(MOST_HEADS):
             key, next_key = (e.at(e.pointer(x), h * WIDTH * self.size) for x in (row, later))
-            for r, x in enumerate(self._dots(e, key, next_key, p_q, WIDTH, None)):
+            for r, x in enumerate(self._dots(e, key, far(next_key), p_q, WIDTH, None)):
                 e.store(x, p_sums, r * e.bytes)
             p_q, p_sums = e.at(p_q, q_tile), e.at(p_sums, self.lanes * e.bytes)
 
@@ -69,9 +69,9 @@ class Turns(Units):
             next_row = e.load(p_later, 0, I64)
             at = e.b.mul(walk.index, I64(row_bytes))
 
-            def rows_of(n: Value) -> tuple[Value, Value]:
+            def rows_of(n: Value) -> tuple[Value, Later]:
                 row = e.load(e.pointer(v_rows), e.b.mul(n, I64(8)), I64)
-                return e.at(e.pointer(row), at), e.at(e.pointer(next_row), e.b.mul(n, I64(row_bytes)))
+                return e.at(e.pointer(row), at), far(e.at(e.pointer(next_row), e.b.mul(n, I64(row_bytes))))
 
             self._weigh(e, of_head, rows_of, WIDTH, None, False)
 
@@ -83,9 +83,9 @@ class Turns(Units):
         `scores` as many keys of K, which every row sees; both are of `dims` channels, `v_step` or `k_step`
         bytes apart. So for `n` blocks of `groups`; `p` and `s`, `block` and `top` change places each time.
         What says where the next lines are stays in registers. Every instruction reads on by a row at a time,
-        through no list of addresses, and lines are asked for `bytes_ahead` of the key before their turn.
-        Weights of 16-bit keys are made behind the first K: it was quicker, and for float32 slower. `m` is
-        where the statistics stand."""
+        through no list of addresses, and lines are asked for `bytes_ahead` of the key before their turn, and
+        `bytes_near`. Weights of 16-bit keys are made behind the first K: it was quicker, and for float32
+        slower. `m` is where the statistics stand."""
         b, change = e.b, self._change(e, factor, cap)
         p_o, p_q = e.pointer(o), e.pointer(q)
         halves = max(1, self.keys // KEYS_PER_GROUP)  # groups that fill a vector of scores
@@ -104,28 +104,28 @@ class Turns(Units):
         def turn(width: int, first: Any, i: Value, x: list[Value]) -> list[Value]:
             p_alpha, weights = first or (None, None)
             p_v, p_k, p_p, p_s, largest = x
-            held, further = self._held(e, p_q, width), self.key.bytes_ahead // (width * self.size)
-            k_ahead, v_ahead = (b.mul(step, I64(further)) for step in (k_step, v_step))
+            held, row_bytes = self._held(e, p_q, width), width * self.size
+            asked = (self.key.bytes_ahead, PREFETCH_LEVEL), (self.key.bytes_near, NEAR_LEVEL)
 
-            def later(row: Value, ahead: Value) -> Value | None:
-                return e.at(row, ahead) if further else None
+            def later(row: Value, step: Value) -> Later:
+                return [(e.at(row, b.mul(step, I64(n // row_bytes))), level) for n, level in asked if n]
 
             for half in range(halves):
 
-                def v_row(n: Value, p_v: Value = p_v) -> tuple[Value, Value | None]:
+                def v_row(n: Value, p_v: Value = p_v) -> tuple[Value, Later]:
                     row = e.at(p_v, b.mul(n, v_step))
-                    return row, later(row, v_ahead)
+                    return row, later(row, v_step)
 
                 # Rows of a key are folded while lines of the next are under way: later it would cost time.
                 sums = e.at(p_sums, half * KEYS_PER_GROUP * e.bytes)
                 with e.walk(KEYS_PER_GROUP, (p_k, k_step), (sums, e.bytes), rolled=True) as rows:
-                    dots = self._dots_of(e, rows[0], held, later(rows[0], k_ahead))
+                    dots = self._dots_of(e, rows[0], held, later(rows[0], k_step))
                     e.store(sums_of_lanes(e, dots), rows[1])
                 p_k = rows[0]
                 if self.size == 2 and weights and half == 0:
                     weights()
-                for start, step in ((later(p_v, v_ahead), v_step), (later(p_k, k_ahead), k_step)):
-                    self._ask_early(e, start, step, width * self.size)
+                for start, step in ((p_v, v_step), (p_k, k_step)):
+                    self._ask_early(e, later(start, step), step, row_bytes)
                 largest = scored(p_s, largest) if half + 1 == halves else largest
                 # Two rows, whose sums over a row of V fit the registers; of bfloat16 four: V is widened once.
                 at_once = min(4 if self.key.storage == "bfloat16" else 2, self.rows)
@@ -152,10 +152,10 @@ class Turns(Units):
             start = [*map(e.pointer, (v, k)), p, s, block, top]
             e.loop(b.select(b.icmp_signed("==", dims, I64(width)), n, I64(0)), start, partial(one, width))
 
-    def _ask_early(self, e: Emitter, start: Value | None, step: Value, row_bytes: int) -> None:
+    def _ask_early(self, e: Emitter, later: Later, step: Value, row_bytes: int) -> None:
         """Prefetches the first rows of what a turn would ask for line by line."""
         for n in range(self.key.bytes_early // row_bytes):
-            row = e.at(start, e.b.mul(step, I64(n)))
+            row = e.at(later[0][0], e.b.mul(step, I64(n)))
             for byte in range(0, row_bytes, LINE):
                 e.prefetch(e.at(row, byte), PREFETCH_LEVEL)
 
@@ -170,9 +170,7 @@ class Turns(Units):
         units, parts, rows = (range(n) for n in counts)
         return [[[vector(u, part, r) for r in rows] for part in parts] for u in units]
 
-    def _dots_of(
-        self, e: Emitter, row: Value, held: list[list[list[Value]]], later: Value | None
-    ) -> list[Value]:
+    def _dots_of(self, e: Emitter, row: Value, held: list[list[list[Value]]], later: Later) -> list[Value]:
         """A vector of partial sums of one key for every row of Q, summed as `_dots` does."""
         sums, add = [e.floats(0)] * self.rows, e.dot_bf16 if self.dot else None
         for u, unit in enumerate(held):

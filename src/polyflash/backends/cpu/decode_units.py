@@ -8,6 +8,7 @@ ones, until `_narrow`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 from llvmlite import ir
 
@@ -16,6 +17,7 @@ from polyflash.backends.cpu.configs import LINE, STORAGE_BYTES
 from polyflash.backends.cpu.decode_configs import WIDTH, DecodeKey
 from polyflash.backends.cpu.simd import I16, I64, Emitter, Value
 
+Later: TypeAlias = Sequence[tuple[Value, int]]  # rows to be prefetched, and the level of the cache for each
 TOUCHING = 16  # rows that lie behind each other, for a machine to read on by itself
 
 
@@ -86,23 +88,22 @@ class Units:
         apart = e.b.icmp_signed("!=", e.b.sub(another, first), e.b.mul(channels, I64(TOUCHING * self.size)))
         return e.b.or_(apart, e.b.icmp_signed("==", runs, I64(0)))
 
-    def _prefetch(self, e: Emitter, row: Value | None, at: Value, units: int, spread: Value | None) -> None:
-        """Lines of `units` units that are read a phase later; none of no row."""
-        if row is None:
-            return
+    def _prefetch(self, e: Emitter, later: Later, at: Value, units: int, spread: Value | None) -> None:
+        """Lines of `units` units of rows that are read later."""
         lines = range(0, units * self.unit * self.size, LINE)
-        start = e.at(row, at)
         some = lines if spread is None else lines[::4]
-        for byte in some:
-            e.prefetch(e.at(start, byte), PREFETCH_LEVEL)
 
-        def others(values: list[Value]) -> list[Value]:
-            for byte in sorted(set(lines) - set(some)):
-                e.prefetch(e.at(start, byte), PREFETCH_LEVEL)
+        def asked(values: list[Value], lines: Sequence[int]) -> list[Value]:
+            for row, level in later:
+                start = e.at(row, at)
+                for byte in lines:
+                    e.prefetch(e.at(start, byte), level)
             return values
 
+        asked([], some)
         if spread is not None:
-            e.where(spread, [], others)
+            others = sorted(set(lines) - set(some))
+            e.where(spread, [], lambda values: asked(values, others))
 
     def _raw(self, e: Emitter, row: Value, at: Value, mask: Value | None) -> Value:
         kind = e.vf if self.size == 4 else ir.VectorType(I16, self.unit)
@@ -127,6 +128,11 @@ class Units:
         even, odd = (e.b.zext(e.to_bf16_bits(part), e.vi) for part in x)
         both = e.b.or_(even, e.b.shl(odd, e.ints(16)))
         return e.b.bitcast(both, ir.VectorType(I16, self.unit))
+
+
+def far(row: Value) -> Later:
+    """A row that is read a phase later."""
+    return [(row, PREFETCH_LEVEL)]
 
 
 def sums_of_lanes(e: Emitter, x: list[Value], within: int = 0) -> Value:
