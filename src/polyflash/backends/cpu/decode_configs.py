@@ -93,7 +93,7 @@ class DecodeKey:
     @property
     def bytes_near(self) -> int:
         """Bytes by which they are asked for into the first cache, too, 0 if they are not: on Intel a row of
-        bfloat16 reads at 96 % of memory's speed then, not 86
+        bfloat16 reads at 96 % of a plain read's speed then, not 86
         (docs/results/2026-11-29-xeon-decode-two-caches.md)."""
         if self.storage != "bfloat16" or self.compute == "bf16dot":
             return 0
