@@ -211,6 +211,10 @@ def test_float32_of_every_size():
         level_a(decode(q, k, w), q, k, w, f"v x {size}")
     spread = q * torch.logspace(-6, 1, 128)
     level_a(decode(spread, k, v), spread, k, v, "spread")
+    q = q.clamp(-0.9, 0.9)
+    for largest in (2 - 2**-20, 2**-20 - 2):  # would be 2^15 steps of a power of two
+        q[..., 5] = largest
+        level_a(decode(q, k, v), q, k, v, f"largest {largest}")
     for bad in (math.inf, math.nan):
         q[0, 0, 0, 3] = bad
         out, _ = decode(q, k, v)

@@ -180,9 +180,9 @@ def test_items_stay_enough():
         (4096, 2),
         (100, 64),
     ):
-        together = host._splits_per_item(splits, threads)
-        assert 1 <= together <= host.MOST_SPLITS
         enough = 2 * host.ITEMS_PER_THREAD * threads
+        together = host._splits_per_item(splits, enough)
+        assert 1 <= together <= host.MOST_SPLITS
         assert together == 1 or splits // together >= enough
         assert together == host.MOST_SPLITS or splits // (together + 1) < enough
 

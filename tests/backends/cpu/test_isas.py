@@ -19,6 +19,8 @@ import polyflash
 from polyflash import target
 from polyflash.backends.cpu import configs
 from polyflash.backends.cpu.configs import Config, KernelKey, ScoreKey
+from polyflash.backends.cpu.decode_codes_configs import CodesKey, FloatsKey
+from polyflash.backends.cpu.decode_configs import DecodeKey
 from polyflash.reference import attention_reference
 
 pytest.importorskip("llvmlite")
@@ -214,3 +216,34 @@ def test_a_narrower_set_holds_at_the_edges():
     clean_k, clean_v = k.clone(), v.clone()
     clean_k[0, :, 7], clean_v[0, :, 7] = 0, 0
     assert torch.equal(out, polyflash.attention(q, clean_k, clean_v, **options)[0])
+
+
+CODED = {"scores_of_codes", "accumulate_codes"}
+
+
+@pytest.mark.parametrize(
+    "key, stages, wanted",
+    [
+        (CodesKey("avx512", "int8dot", "bfloat16", 1, 128, 128, "int8/1x0,int8/1x0"), CODED, {2, 3}),
+        (CodesKey("avx512", "int8dot", "bfloat16", 4, 128, 128, "int4/64x1,int4/1x0"), CODED, {2, 3}),
+        (CodesKey("avx2", "f32", "bfloat16", 1, 128, 128, "int8/1x0,int8/1x0"), CODED, {2}),
+        (FloatsKey("avx512", "f32", "float32", 1, 64, 64, "nf4/1x0,nf4/1x0"), {"accumulate_values"}, {2}),
+        (DecodeKey("avx512", "f32", "bfloat16", 1), {"weigh_and_score"}, {2, 3}),
+        (DecodeKey("avx512", "f32", "bfloat16", 4), {"weigh_and_score"}, {2, 3}),
+        (DecodeKey("avx512", "bf16dot", "bfloat16", 1), {"weigh_and_score"}, {2}),
+    ],
+    ids=lambda x: x.name if isinstance(x, DecodeKey) else "",
+)
+def test_lines_are_asked_for_in_the_caches_where_that_is_quicker(key, stages, wanted):
+    """In the second, far ahead; on CPUs where it pays in the first, too, shortly before they are read."""
+    from llvmlite import ir
+
+    from polyflash.backends.cpu import decode_few, intrinsics
+    from polyflash.backends.cpu.decode_blocks import DecodeTile
+
+    module = ir.Module()
+    for name, arity, emit, returns in intrinsics.emissions(decode_few.TILES.get(type(key), DecodeTile)(key)):
+        if name in stages:
+            own = intrinsics.function_in(module, name, arity, emit, key.isa, returns)
+            asked = re.findall(r'@"llvm\.prefetch\.p0"\(.*i32 0, i32 (\d), i32 1\)', str(own))
+            assert set(map(int, asked)) == wanted, name

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 BYTES_PER_US = 16_000  # that one core reads: what the thread decision assumes
 KEPT_PARTIALS = 64 << 20  # bytes a thread keeps between its calls
-ITEMS_PER_THREAD = 8  # at least, before an item takes several kv heads; for splits see `_splits_per_item`
+ITEMS_PER_THREAD = 8  # at least, before an item takes several kv heads
 LONG_PAGE = 128  # tokens, from which on the heads of a page are walked one by one where each lies together
 MOST_SPLITS = 8  # of an item: what is read next is prefetched across their borders
 
@@ -52,7 +52,7 @@ class _Cut(NamedTuple):
     partial_bytes: int
     words: bytes  # of Cut and Scratch
     widths: tuple[int, int, int]  # q_tile, gathered_row, zero_vectors of `Decode`
-    long_items: bool  # whether an item can walk several kv heads and splits
+    items: int  # of a thread, at least, if they can walk several kv heads and splits; else 0
     turns: bool  # and read their keys side by side
 
 
@@ -117,7 +117,8 @@ class Prepared:
         widths = (tiles.o - tiles.q) // MOST_HEADS, tiles.bad - tiles.gather, zero_vectors
         turns = key.rows <= decode_configs.MOST_TURN_ROWS and not spec.codes
         sizes = config.split_keys, chunks, tiles.total, partial_bytes
-        return _Cut(runtime.load(key), *sizes, words, widths, True, turns)
+        items = (1 if spec.codes else 2) * ITEMS_PER_THREAD  # threads end half an item apart
+        return _Cut(runtime.load(key), *sizes, words, widths, items, turns)
 
     def _many(self, rows: int) -> _Cut:
         spec, config = self.spec, self.config
@@ -127,7 +128,7 @@ class Prepared:
         tiles = decode_many_configs.scratch(key, panels, config.block_n)
         words = _tile_words(config, chunks, panels, tiles)
         sizes = config.split_keys, chunks, tiles.total, key.partial_bytes(panels, spec.head_dim_v)
-        return _Cut(runtime.load(key), *sizes, words, (0, 0, 0), False, False)
+        return _Cut(runtime.load(key), *sizes, words, (0, 0, 0), 0, False)
 
 
 def _tile_words(config: DecodeConfig, chunks: int, panels: int, tiles: Scratch) -> bytes:
@@ -210,7 +211,7 @@ def framed(
     tail = (cut.split_keys, *(0,) * 5, cut.partial_bytes, 0, factor, cap, *cut.widths, *row_bounds, 0, 0)
     block = array("q", head + middle + cut.words + array("q", (*tail, *tables)).tobytes())
     long_runs = args.page_table is None or k.shape[2] >= LONG_PAGE
-    apart = not cut.long_items or (long_runs and k.stride(1) >= k.stride(2))
+    apart = not cut.items or (long_runs and k.stride(1) >= k.stride(2))
     side_by_side = cut.turns and _side_by_side(args, k, v)
     key_bytes = k.shape[3] * k.element_size() + v.shape[3] * v.element_size()
     return Frame(block, cut, v.shape[1], apart, side_by_side, key_bytes)
@@ -237,7 +238,7 @@ def lay(
     threads = 1 if read_us < arguments.LEND_FROM_US else wanted or torch.get_num_threads()
     heads = 1 if frame.apart else _heads_per_item(num_kv_heads, splits, threads)
     tiles = -(-num_kv_heads // heads) * cut.chunks
-    together = _splits_per_item(splits * tiles, threads) if cut.long_items else 1
+    together = _splits_per_item(splits * tiles, cut.items * threads) if cut.items else 1
     (block[DECODE.entries], block[DECODE.num_entries]), items = _table(walks, tiles, together, kept)
     block[DECODE.first_split], block[DECODE.num_splits] = walks.first, walks.length
     block[DECODE.heads], block[DECODE.splits_per_item] = heads, together
@@ -289,10 +290,10 @@ def _side_by_side(args: Arguments, k: Tensor, v: Tensor) -> bool:
     return compact and args.page_table is not None and k.stride(1) < k.stride(2) and v.stride(1) < v.stride(2)
 
 
-def _splits_per_item(splits: int, threads: int) -> int:
-    """Consecutive splits of a tile that an item walks, of `splits` in all: leaves items enough, changes no
-    bit. Threads end half an item apart, so of few splits items are twice as many."""
-    return max(1, min(MOST_SPLITS, splits // (2 * ITEMS_PER_THREAD * threads)))
+def _splits_per_item(splits: int, items: int) -> int:
+    """Consecutive splits of a tile that an item walks, of `splits` in all: leaves so many items, if it can;
+    changes no bit."""
+    return max(1, min(MOST_SPLITS, splits // items))
 
 
 def walk(args: Arguments, rows: int, start: int, live: int, offset: int, split_keys: int) -> tuple[int, int]:

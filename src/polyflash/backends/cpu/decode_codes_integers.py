@@ -166,7 +166,7 @@ class Integers(DecodeTile):
 
     def _store_steps(self, e: Emitter, tile: Value, tops: list[Value]) -> None:
         """Store those of rows whose largest |x| `tops` have, lane by lane."""
-        power = not (self.key.scaled or self.key.bytes)
+        power = not (self.key.scaled or self.key.bytes or self.key.split)  # float32 may have 2^15 steps
         for i, x in enumerate(self._steps(e, self._of_rows(e, tops, e.smax), self.most, power=power)):
             e.store(x, tile, self.key.next_steps + i * e.bytes)
 

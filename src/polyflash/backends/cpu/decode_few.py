@@ -228,7 +228,8 @@ def _lister(key: DecodeKey, stage: Any, table_at: Any, row_at: Any) -> Any:
         row_stride, dim_stride = word(args, tensor + 2), word(args, tensor + 3)
         zero, size = tile.zero, args.page_size
         j = first
-        stage.fill_addresses(dst, zero, 0, first % STEP)
+        if first % STEP != 0:
+            stage.fill_addresses(dst, zero, 0, first % STEP)
         dst += (first % STEP - first) * 8
         if dim_stride != SIZE and not CODES:
             width, channels = args.gathered_row, args.head_dim
@@ -263,7 +264,8 @@ def _lister(key: DecodeKey, stage: Any, table_at: Any, row_at: Any) -> Any:
                 stage.fill_addresses(
                     dst + j * 8, row if row != 0 else zero, row_stride if row != 0 else 0, last - j
                 )
-        stage.fill_addresses(dst + last * 8, zero, 0, -last % STEP)
+        if last % STEP != 0:
+            stage.fill_addresses(dst + last * 8, zero, 0, -last % STEP)
 
     return list_rows
 

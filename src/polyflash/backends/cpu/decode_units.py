@@ -8,6 +8,7 @@ ones, until `_narrow`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import TypeAlias
 
 from llvmlite import ir
@@ -93,11 +94,9 @@ class Units:
         lines = range(0, units * self.unit * self.size, LINE)
         some = lines if spread is None else lines[::4]
 
-        def asked(values: list[Value], lines: Sequence[int]) -> list[Value]:
-            for row, level in later:
-                start = e.at(row, at)
-                for byte in lines:
-                    e.prefetch(e.at(start, byte), level)
+        def asked(values: list[Value], those: Sequence[int]) -> list[Value]:
+            for (row, level), byte in product(later, those):
+                e.prefetch(e.at(e.at(row, at), byte), level)
             return values
 
         asked([], some)
