@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -34,6 +35,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TABLE = Path(__file__).with_suffix(".toml")
 TIMEOUT_S, BASELINE_TIMEOUT_S = 300, 1800
 INTERPRETED = re.compile(r"tests/backends/triton/|.*(\[triton-.*|-triton)\]$")  # with TRITON_INTERPRET set
+X86 = platform.machine() in ("x86_64", "AMD64")
 EMULATED = re.compile("tests/backends/cpu/test_decode_codes")  # where the CPU has no AVX-512
 KILLING = ("AssertionError", "assert ", "Failed: ")
 
@@ -108,7 +110,7 @@ def run_tests(source: Path, cache: Path, nodes: Sequence[str], timeout_s: int, r
         "PYTHONDONTWRITEBYTECODE": "1",
         **({"POLYFLASH_WEBGPU_CPU": "1"} if any("webgpu" in node for node in nodes) else {}),
         **({"TRITON_INTERPRET": "1"} if any(map(INTERPRETED.match, nodes)) else {}),
-        **({"POLYFLASH_TEST_ISA": "avx512"} if any(map(EMULATED.match, nodes)) else {}),
+        **({"POLYFLASH_TEST_ISA": "avx512"} if any(map(EMULATED.match, nodes)) and X86 else {}),
     }
     command = [
         sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "",

@@ -137,7 +137,7 @@ def walk(key: CodesKey, stage: Any, list_rows: Any) -> Any:
                     stage.add_addresses(own_v, later_v, word(args, V_BATCH + 1), end - begin, tile.zero)
                 elif last < beyond:
                     list_both(tile, k, v, later, last, least((last // block_n + 1) * block_n, beyond))
-                if NEAR > 0:  # behind each list that of what is read next
+                if NEAR > 0:  # behind each list the first rows of the next, for requests that run ahead of it
                     stage.add_addresses(own_v, own_k + (end - begin) * 8, 0, NEAR, tile.zero)
                     stage.add_addresses(later_k, own_v + (end - begin) * 8, 0, NEAR, tile.zero)
                 stage.fill(block, 1, MINUS_INF)

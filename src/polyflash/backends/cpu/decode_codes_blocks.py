@@ -62,7 +62,7 @@ class CodesTile(Integers):
         hidden = (b.icmp_unsigned(">=", b.sub(x, lo), width) for x in (first, last))
         careful = e.any_lane(b.or_(*hidden))
         score, change = self._score(e, e.pointer(q)), self._change_all(e, factor, cap)
-        together = 4 * self.fours // self.keys if self.key.by_fours else 1  # vectors of scores
+        together = max(1, 4 * self.fours // self.keys) if self.key.by_fours else 1  # vectors of scores
         sums_of = self._sums_by_fours if self.key.by_fours else self._sums_by_key(e)
         keys = together * self.keys
         lent, width_of_scales = self.key.lent * keys // STEP, 4 * self.key.key_groups
@@ -134,6 +134,7 @@ class CodesTile(Integers):
         return sums_of
 
     def _keys_ahead(self, rows: Value, later: Value, entries: Sequence[int]) -> list[Line]:
+        """Lines of K to be prefetched with these entries of a list."""
         lines = self._lines(self.key.k, self.key.head_dim)
         return self._far(later, entries, lines) + self._near(rows, entries, lines)
 
@@ -148,21 +149,28 @@ class CodesTile(Integers):
     def _sums_by_fours(
         self, e: Emitter, of_keys: Places, planes: Value, lines: list[Line]
     ) -> list[tuple[Value, ...]]:
-        """`_of_fours` by whole steps of Q, and by parts."""
+        """`_of_fours` by whole steps of Q, and by parts; of one row as often as fills a vector of scores."""
         p_rows, p_later, _ = of_keys
-        key_lines, keys = self._lines(self.key.k, self.key.head_dim), range(4 * self.fours)
-        lines = evenly(self._far(p_later, keys, key_lines), self._near(p_rows, keys, key_lines), lines)
-        sets = [
-            self._of_fours(e, p_rows, e.at(planes, i * self.key.finer), lines if i == 0 else [])
-            for i in range(1 + self.key.split)
-        ]
-        return [*zip(*sets, strict=True)]
+        key_lines, many = self._lines(self.key.k, self.key.head_dim), 4 * self.fours
+        sets: list[list[list[Value]]] = [[] for _ in range(1 + self.key.split)]
+        turns = max(1, self.keys // many)
+        for turn in range(turns):
+            keys = range(turn * many, (turn + 1) * many)
+            ahead = self._far(p_later, keys, key_lines), self._near(p_rows, keys, key_lines)
+            for i, made in enumerate(sets):
+                places = e.at(p_rows, 8 * keys[0]), e.at(planes, i * self.key.finer)
+                made += self._of_fours(e, *places, [] if i else evenly(*ahead, part_of(lines, turn, turns)))
+        if self.rows == 1:
+            return [tuple(sums_of_lanes(e, [x for (x,) in made]) for made in sets)]
+        by_row = ([y for x in made for y in self._by_key_and_row(e, x)] for made in sets)
+        return [*zip(*by_row, strict=True)]
 
-    def _of_fours(self, e: Emitter, p_rows: Value, planes: Value, lines: list[Line]) -> list[Value]:
-        """The integers of the scores of four keys. The 32-bit columns of every 128 bits of theirs are
-        transposed, so that a lane sums products of one key: only lanes of a key 128 bits apart are left to
-        be added, of each row once for the four. `lines` are prefetched among the products, as far as LLVM
-        leaves them there: in front of them the rows at hand would wait behind what comes from memory."""
+    def _of_fours(self, e: Emitter, p_rows: Value, planes: Value, lines: list[Line]) -> list[list[Value]]:
+        """The integers of the scores of four keys or eight, by fours and rows. The 32-bit columns of every
+        128 bits of theirs are transposed, so that a lane sums products of one key: only lanes of a key 128
+        bits apart are left to be added, of each row once for the four. `lines` are prefetched among the
+        products, as far as LLVM leaves them there: in front of them the rows at hand would wait behind what
+        comes from memory."""
         codes, step = self.key.k, self._step(self.key.k)
         fours, units = range(self.fours), self._units_of(self.key.k, self.key.head_dim)
         sums = [[[e.ints(0)] * self.pieces] * self.rows for _ in fours]
@@ -184,9 +192,8 @@ class CodesTile(Integers):
                     y = self._query(e, planes, place)
                     for f in fours:
                         sums[f][r] = self._add_dots(e, sums[f][r], parts[f], y)
-                self._ask_lines(e, lines[len(lines) * done // turns : len(lines) * (done + 1) // turns])
-        whole = [[self._whole(e, x) for x in some] for some in sums]
-        return [x for some in whole for x in self._by_key_and_row(e, some)]
+                self._ask_lines(e, part_of(lines, done, turns))
+        return [[self._whole(e, x) for x in some] for some in sums]
 
     def _by_key_and_row(self, e: Emitter, x: list[Value]) -> list[Value]:
         """Vectors of scores [key][row] of four keys; x[row] has parts of their sums as [128 bits][key]."""
@@ -343,20 +350,20 @@ class CodesTile(Integers):
     # O = alpha·O + P·V
     @stage
     def accumulate_codes(self, e: Emitter, v_rows, pairs, o, alpha, sums, count, later) -> None:
-        """`count` pairs of keys, whose sums are made apart and then added."""
+        """`count` times as many keys as are joined, whose sums are made apart and then added."""
         walks, args = self._walks(), (v_rows, pairs, o, alpha, sums, count, later)
         rows_later, of_row = range(self._rows_later()), self._lines(self.key.v, self.key.head_dim_v)
         lines, read = [(j, byte) for j in rows_later for byte in of_row], set[int]()
         for n, (own, some) in enumerate(walks):
-            first = {u * e.bytes // LINE * LINE for u, _ in some} - read
-            read |= first
-            self._some_columns(e, own, some, args, lines[n :: len(walks)], sorted(first))
+            near = {u * e.bytes // LINE * LINE for u, _ in some} - read
+            read |= near
+            self._some_columns(e, own, some, args, lines[n :: len(walks)], sorted(near))
 
     def _some_columns(
-        self, e: Emitter, rows: range, columns: Sequence[tuple[int, int]], args: Any, lines: Any, own: Any
+        self, e: Emitter, rows: range, columns: Sequence[tuple[int, int]], args: Any, lines: Any, near: Any
     ) -> None:
-        """One walk over the keys, for some rows and parts of units; of later pairs it prefetches `lines`, and
-        of keys that are read soon its `own`."""
+        """One walk over the keys, for some rows and parts of units. It prefetches `lines` of keys that are
+        read a block later, and those `near`, by their first bytes, of keys that are read soon."""
         v_rows, pairs, o, alpha, sums, count, later = args
         n = self.key.joined
         weights = self.key.value_groups * self.rows * n * self.key.rounded_bytes
@@ -366,8 +373,8 @@ class CodesTile(Integers):
             p_rows, p_weights, p_later = walk
             keys = [e.pointer(e.load(p_rows, 8 * j, I64)) for j in range(n)]
             ahead = [(p_later, j, byte, PREFETCH_LEVEL) for j, byte in lines]
-            self._ask_lines(e, ahead + self._near(p_rows, range(n), own))
-            walk.acc = self._weigh_keys(e, keys, p_weights, walk.acc, rows, columns)
+            lines = evenly(ahead, self._near(p_rows, range(n), near))
+            walk.acc = self._weigh_keys(e, (keys, p_weights), walk.acc, rows, columns, lines)
         self._add_values(e, walk.acc, o, alpha, sums, rows, columns)
 
     def _rows_later(self) -> int:
@@ -376,9 +383,11 @@ class CodesTile(Integers):
         return 2 if self.key.bytes else self.key.joined
 
     def _weigh_keys(
-        self, e: Emitter, keys: list[Value], p_weights: Value, acc: list[Value], rows: range, columns: Any
+        self, e: Emitter, places: Any, acc: list[Value], rows: range, columns: Any, lines: list[Line]
     ) -> list[Value]:
-        """Add the values of two keys to the sums."""
+        """Add the values of two keys to the sums; `lines` are prefetched."""
+        keys, p_weights = places
+        self._ask_lines(e, lines)
         key, weights = self.key, {}
         units = sorted({u for u, _ in columns})
         words = [{u: self._words(e, row, key.v, key.head_dim_v, u) for u in units} for row in keys]
@@ -462,6 +471,11 @@ class CodesTile(Integers):
             block, place = divmod(word, 8)
             order.append((2 * part + place // 4) * n + 4 * block + place % 4)
         return e.shuffle(y, y, order)
+
+
+def part_of(lines: list[Line], i: int, count: int) -> list[Line]:
+    """The i-th of so many equal parts."""
+    return lines[len(lines) * i // count : len(lines) * (i + 1) // count]
 
 
 def evenly(*lists: list[Line]) -> list[Line]:

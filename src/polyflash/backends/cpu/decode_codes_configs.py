@@ -154,9 +154,9 @@ class CodesKey(CodedKey):
 
     @property
     def by_fours(self) -> bool:
-        """Whether scores are made of four keys at once, whose columns are transposed: of fewer rows the sum
-        over a key's lanes costs less."""
-        return self.rows >= 4
+        """Whether scores are made of four keys at once, whose columns are transposed. Of two rows, and of 16
+        bits in one piece, the sum over a key's lanes costs less."""
+        return self.rows >= 4 or (self.rows == 1 and self.halves and not self.split)
 
     @property
     def key_groups(self) -> int:
@@ -178,8 +178,8 @@ class CodesKey(CodedKey):
 
     @property
     def near(self) -> int:
-        """Rows by which lines are asked for into the first cache, too: about 1 KiB, in whole vectors of
-        addresses. Timed on Intel alone: docs/results/2026-11-29-xeon-decode-two-caches.md."""
+        """Rows by which lines are asked for into the first cache, too: those of 1 KiB, 8 to 32, in whole
+        vectors of addresses. Timed on Intel alone: docs/results/2026-11-29-xeon-decode-two-caches.md."""
         rows = (self.head_dim, self.k), (self.head_dim_v, self.v)
         widest = max(channels * KINDS[codes.dtype].bits // 8 for channels, codes in rows)
         return min(32, max(8, 1024 // widest // 8 * 8)) if self.isa == "avx512" else 0
