@@ -183,3 +183,16 @@ def test_tiles_hold_all_rows():
             held = nv * kind.lanes * panels
             assert held * chunks >= rows > held * (chunks - 1)
             assert held <= decode_many_configs.ITEM_ROWS
+
+
+def test_items_of_codes_are_longer():
+    from polyflash.backends.cpu import decode as host
+
+    found = {}
+    for codes in ("", "int8/1x0,int8/1x0", "nf4/1x0,nf4/1x0"):
+        spec = AttentionSpec(
+            Phase.DECODE, "bfloat16", "cpu", 1, 2, 2, 1, 8192, 64, 64, frozenset(), codes=codes
+        )
+        config = decode_configs.choose(spec, HERE)
+        found[codes] = host.Prepared(config, spec, HERE).cut(1).items_per_thread
+    assert found == {"": 16, "int8/1x0,int8/1x0": 8, "nf4/1x0,nf4/1x0": 16}

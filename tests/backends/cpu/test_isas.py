@@ -11,6 +11,7 @@ import importlib
 import math
 import platform
 import re
+from collections import Counter
 
 import pytest
 import torch
@@ -218,32 +219,42 @@ def test_a_narrower_set_holds_at_the_edges():
     assert torch.equal(out, polyflash.attention(q, clean_k, clean_v, **options)[0])
 
 
-CODED = {"scores_of_codes", "accumulate_codes"}
+CODED = "scores_of_codes", "accumulate_codes"
+INT8, INT4, NF4 = "int8/1x0,int8/1x0", "int4/64x1,int4/1x0", "nf4/1x0,nf4/1x0"
 
 
 @pytest.mark.parametrize(
     "key, stages, wanted",
     [
-        (CodesKey("avx512", "int8dot", "bfloat16", 1, 128, 128, "int8/1x0,int8/1x0"), CODED, {2, 3}),
-        (CodesKey("avx512", "int8dot", "bfloat16", 4, 128, 128, "int4/64x1,int4/1x0"), CODED, {2, 3}),
-        (CodesKey("avx2", "f32", "bfloat16", 1, 128, 128, "int8/1x0,int8/1x0"), CODED, {2}),
-        (FloatsKey("avx512", "f32", "float32", 1, 64, 64, "nf4/1x0,nf4/1x0"), {"accumulate_values"}, {2}),
-        (DecodeKey("avx512", "f32", "bfloat16", 1), {"weigh_and_score"}, {2, 3}),
-        (DecodeKey("avx512", "f32", "bfloat16", 4), {"weigh_and_score"}, {2, 3}),
-        (DecodeKey("avx512", "bf16dot", "bfloat16", 1), {"weigh_and_score"}, {2}),
+        (CodesKey("avx512", "int8dot", "bfloat16", 1, 128, 128, INT8), CODED, ({2: 32, 3: 32}, {2: 8, 3: 8})),
+        (CodesKey("avx512", "int8dot", "bfloat16", 4, 128, 128, INT4), CODED, ({2: 8, 3: 8}, {2: 4, 3: 4})),
+        (CodesKey("avx2", "f32", "bfloat16", 1, 128, 128, INT8), CODED, ({2: 2}, {2: 4})),
+        (FloatsKey("avx512", "f32", "float32", 1, 64, 64, NF4), ("accumulate_values",), ({2: 1},)),
     ],
     ids=lambda x: x.name if isinstance(x, DecodeKey) else "",
+)  # fmt: skip
+def test_lines_of_codes_are_asked_for_once_in_each_cache(key, stages, wanted):
+    """In the second, far ahead; on CPUs where it pays in the first, too, shortly before they are read. Of a
+    loop's keys each line once, whatever the loops that share them."""
+    assert [asked(key, stage) for stage in stages] == [Counter(x) for x in wanted]
+
+
+@pytest.mark.parametrize(
+    "compute, rows, levels", [("f32", 1, {2, 3}), ("f32", 4, {2, 3}), ("bf16dot", 1, {2})]
 )
-def test_lines_are_asked_for_in_the_caches_where_that_is_quicker(key, stages, wanted):
-    """In the second, far ahead; on CPUs where it pays in the first, too, shortly before they are read."""
+def test_lines_of_bfloat16_are_asked_for_in_the_first_cache_without_dots(compute, rows, levels):
+    assert set(asked(DecodeKey("avx512", compute, "bfloat16", rows), "weigh_and_score")) == levels
+
+
+def asked(key: DecodeKey, stage: str) -> Counter[int]:
+    """How many prefetches a stage has, by the level of the cache."""
     from llvmlite import ir
 
     from polyflash.backends.cpu import decode_few, intrinsics
     from polyflash.backends.cpu.decode_blocks import DecodeTile
 
-    module = ir.Module()
-    for name, arity, emit, returns in intrinsics.emissions(decode_few.TILES.get(type(key), DecodeTile)(key)):
-        if name in stages:
-            own = intrinsics.function_in(module, name, arity, emit, key.isa, returns)
-            asked = re.findall(r'@"llvm\.prefetch\.p0"\(.*i32 0, i32 (\d), i32 1\)', str(own))
-            assert set(map(int, asked)) == wanted, name
+    tile = decode_few.TILES.get(type(key), DecodeTile)(key)
+    (emission,) = (x for x in intrinsics.emissions(tile) if x[0] == stage)
+    name, arity, emit, returns = emission
+    text = str(intrinsics.function_in(ir.Module(), name, arity, emit, key.isa, returns))
+    return Counter(map(int, re.findall(r'@"llvm\.prefetch\.p0"\(.*i32 0, i32 (\d), i32 1\)', text)))

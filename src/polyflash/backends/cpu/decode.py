@@ -52,7 +52,7 @@ class _Cut(NamedTuple):
     partial_bytes: int
     words: bytes  # of Cut and Scratch
     widths: tuple[int, int, int]  # q_tile, gathered_row, zero_vectors of `Decode`
-    items: int  # of a thread, at least, if they can walk several kv heads and splits; else 0
+    items_per_thread: int  # at least, if an item can walk several kv heads and splits; else 0
     turns: bool  # and read their keys side by side
 
 
@@ -117,7 +117,8 @@ class Prepared:
         widths = (tiles.o - tiles.q) // MOST_HEADS, tiles.bad - tiles.gather, zero_vectors
         turns = key.rows <= decode_configs.MOST_TURN_ROWS and not spec.codes
         sizes = config.split_keys, chunks, tiles.total, partial_bytes
-        items = (1 if spec.codes else 2) * ITEMS_PER_THREAD  # threads end half an item apart
+        # Threads end half an item apart; items begin slowly: docs/results/2026-11-29-xeon-decode-fours.md
+        items = ITEMS_PER_THREAD if type(key) is decode_codes_configs.CodesKey else 2 * ITEMS_PER_THREAD
         return _Cut(runtime.load(key), *sizes, words, widths, items, turns)
 
     def _many(self, rows: int) -> _Cut:
@@ -211,7 +212,7 @@ def framed(
     tail = (cut.split_keys, *(0,) * 5, cut.partial_bytes, 0, factor, cap, *cut.widths, *row_bounds, 0, 0)
     block = array("q", head + middle + cut.words + array("q", (*tail, *tables)).tobytes())
     long_runs = args.page_table is None or k.shape[2] >= LONG_PAGE
-    apart = not cut.items or (long_runs and k.stride(1) >= k.stride(2))
+    apart = not cut.items_per_thread or (long_runs and k.stride(1) >= k.stride(2))
     side_by_side = cut.turns and _side_by_side(args, k, v)
     key_bytes = k.shape[3] * k.element_size() + v.shape[3] * v.element_size()
     return Frame(block, cut, v.shape[1], apart, side_by_side, key_bytes)
@@ -238,7 +239,8 @@ def lay(
     threads = 1 if read_us < arguments.LEND_FROM_US else wanted or torch.get_num_threads()
     heads = 1 if frame.apart else _heads_per_item(num_kv_heads, splits, threads)
     tiles = -(-num_kv_heads // heads) * cut.chunks
-    together = _splits_per_item(splits * tiles, cut.items * threads) if cut.items else 1
+    many = cut.items_per_thread
+    together = _splits_per_item(splits * tiles, many * threads) if many else 1
     (block[DECODE.entries], block[DECODE.num_entries]), items = _table(walks, tiles, together, kept)
     block[DECODE.first_split], block[DECODE.num_splits] = walks.first, walks.length
     block[DECODE.heads], block[DECODE.splits_per_item] = heads, together

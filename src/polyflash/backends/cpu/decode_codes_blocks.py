@@ -153,13 +153,13 @@ class CodesTile(Integers):
         p_rows, p_later, _ = of_keys
         key_lines, many = self._lines(self.key.k, self.key.head_dim), 4 * self.fours
         sets: list[list[list[Value]]] = [[] for _ in range(1 + self.key.split)]
-        turns = max(1, self.keys // many)
-        for turn in range(turns):
-            keys = range(turn * many, (turn + 1) * many)
-            ahead = self._far(p_later, keys, key_lines), self._near(p_rows, keys, key_lines)
+        for first in range(0, max(many, self.keys), many):
+            keys = range(first, first + many)
+            lines = evenly(self._far(p_later, keys, key_lines), self._near(p_rows, keys, key_lines), lines)
             for i, made in enumerate(sets):
-                places = e.at(p_rows, 8 * keys[0]), e.at(planes, i * self.key.finer)
-                made += self._of_fours(e, *places, [] if i else evenly(*ahead, part_of(lines, turn, turns)))
+                places = e.at(p_rows, 8 * first), e.at(planes, i * self.key.finer)
+                made += self._of_fours(e, *places, [] if i else lines)
+            lines = []
         if self.rows == 1:
             return [tuple(sums_of_lanes(e, [x for (x,) in made]) for made in sets)]
         by_row = ([y for x in made for y in self._by_key_and_row(e, x)] for made in sets)
@@ -192,7 +192,7 @@ class CodesTile(Integers):
                     y = self._query(e, planes, place)
                     for f in fours:
                         sums[f][r] = self._add_dots(e, sums[f][r], parts[f], y)
-                self._ask_lines(e, part_of(lines, done, turns))
+                self._ask_lines(e, lines[len(lines) * done // turns : len(lines) * (done + 1) // turns])
         return [[self._whole(e, x) for x in some] for some in sums]
 
     def _by_key_and_row(self, e: Emitter, x: list[Value]) -> list[Value]:
@@ -373,8 +373,8 @@ class CodesTile(Integers):
             p_rows, p_weights, p_later = walk
             keys = [e.pointer(e.load(p_rows, 8 * j, I64)) for j in range(n)]
             ahead = [(p_later, j, byte, PREFETCH_LEVEL) for j, byte in lines]
-            lines = evenly(ahead, self._near(p_rows, range(n), near))
-            walk.acc = self._weigh_keys(e, (keys, p_weights), walk.acc, rows, columns, lines)
+            self._ask_lines(e, ahead + self._near(p_rows, range(n), near))
+            walk.acc = self._weigh_keys(e, keys, p_weights, walk.acc, rows, columns)
         self._add_values(e, walk.acc, o, alpha, sums, rows, columns)
 
     def _rows_later(self) -> int:
@@ -383,11 +383,9 @@ class CodesTile(Integers):
         return 2 if self.key.bytes else self.key.joined
 
     def _weigh_keys(
-        self, e: Emitter, places: Any, acc: list[Value], rows: range, columns: Any, lines: list[Line]
+        self, e: Emitter, keys: list[Value], p_weights: Value, acc: list[Value], rows: range, columns: Any
     ) -> list[Value]:
-        """Add the values of two keys to the sums; `lines` are prefetched."""
-        keys, p_weights = places
-        self._ask_lines(e, lines)
+        """Add the values of two keys to the sums."""
         key, weights = self.key, {}
         units = sorted({u for u, _ in columns})
         words = [{u: self._words(e, row, key.v, key.head_dim_v, u) for u in units} for row in keys]
@@ -471,11 +469,6 @@ class CodesTile(Integers):
             block, place = divmod(word, 8)
             order.append((2 * part + place // 4) * n + 4 * block + place % 4)
         return e.shuffle(y, y, order)
-
-
-def part_of(lines: list[Line], i: int, count: int) -> list[Line]:
-    """The i-th of so many equal parts."""
-    return lines[len(lines) * i // count : len(lines) * (i + 1) // count]
 
 
 def evenly(*lists: list[Line]) -> list[Line]:

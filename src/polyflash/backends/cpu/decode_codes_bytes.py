@@ -14,14 +14,12 @@ one is not. The sums are those of 16-bit products to the bit.
 
 from __future__ import annotations
 
-from itertools import count
 from typing import Any
 
 from llvmlite import ir
 
-from polyflash.backends.cpu.decode_codes_blocks import CodesTile, part_of
+from polyflash.backends.cpu.decode_codes_blocks import CodesTile
 from polyflash.backends.cpu.decode_codes_configs import CodesKey
-from polyflash.backends.cpu.decode_codes_integers import Line
 from polyflash.backends.cpu.decode_codes_weights import ByteWeights
 from polyflash.backends.cpu.simd import I8, I16, Emitter, Value
 from polyflash.quant.scheme import Codes
@@ -63,19 +61,16 @@ class Bytes(CodesTile):
         return self._add_dots(e, sums, parts, weights)
 
     def _weigh_keys(
-        self, e: Emitter, places: Any, acc: list[Value], rows: range, columns: Any, lines: list[Line]
+        self, e: Emitter, keys: list[Value], p_weights: Value, acc: list[Value], rows: range, columns: Any
     ) -> list[Value]:
-        """Add the values of four keys to the sums; a column is some codes of one half of 128 bits. `lines`
-        are prefetched among the products."""
+        """Add the values of four keys to the sums; a column is some codes of one half of 128 bits."""
         codes, step, b = self.key.v, self._step(self.key.v), e.b
-        (keys, p_weights), turn, turns = places, count(), 2 * len({(u, c // step) for u, c in columns})
         for u in sorted({u for u, _ in columns}):
             x = [self._words(e, row, codes, self.key.head_dim_v, u) for row in keys]
             weights = [self._pieces(e, p_weights, u, r) for r in rows]
             for half in sorted({c // step for own, c in columns if own == u}):
                 pairs = [e.interleave_blocks(x[j], x[j + 1], half) for j in (0, 2)]
                 for quarter in (0, 1):
-                    self._ask_lines(e, part_of(lines, next(turn), turns))
                     low, high = (b.bitcast(z, self.halves) for z in pairs)
                     y = e.interleave_blocks(low, high, quarter)
                     for at, (own, c) in enumerate(columns):

@@ -154,9 +154,10 @@ class CodesKey(CodedKey):
 
     @property
     def by_fours(self) -> bool:
-        """Whether scores are made of four keys at once, whose columns are transposed. Of two rows, and of 16
-        bits in one piece, the sum over a key's lanes costs less."""
-        return self.rows >= 4 or (self.rows == 1 and self.halves and not self.split)
+        """Whether scores are made of four keys at once, whose columns are transposed. Of two rows the sum
+        over a key's lanes costs less, and of one that is wide, or float32, which meets the codes twice."""
+        narrow = self.head_dim <= 2 * self.unit_of(self.k)
+        return self.rows >= 4 or (self.rows == 1 and self.halves and narrow and not self.split)
 
     @property
     def key_groups(self) -> int:

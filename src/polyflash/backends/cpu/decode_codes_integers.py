@@ -123,7 +123,7 @@ class Integers(DecodeTile):
             unit_bits = b.sub(b.and_(bits, e.ints(0x7F800000)), e.ints(14 << 23))
             unit = b.bitcast(unit_bits, e.vf)
             inverse = b.bitcast(b.sub(e.ints(254 << 23), unit_bits), e.vf)
-        least = e.floats(LEAST * 2.0**14 if power else LEAST)
+        least = e.floats(LEAST * 2.0 ** (14 if power else 16 if self.key.split else 0))
         inverse = b.select(b.fcmp_ordered(">", top, least), inverse, e.floats(0))
         return e.fma(top, e.floats(0), unit), inverse
 
