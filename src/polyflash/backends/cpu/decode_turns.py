@@ -125,7 +125,7 @@ class Turns(Units):
                 if self.size == 2 and weights and half == 0:
                     weights()
                 for start, step in ((p_v, v_step), (p_k, k_step)):
-                    self._ask_early(e, later(start, step), step, row_bytes)
+                    self._ask_early(e, start, step, row_bytes)
                 largest = scored(p_s, largest) if half + 1 == halves else largest
                 # Two rows, whose sums over a row of V fit the registers; of bfloat16 four: V is widened once.
                 at_once = min(4 if self.key.storage == "bfloat16" else 2, self.rows)
@@ -152,10 +152,11 @@ class Turns(Units):
             start = [*map(e.pointer, (v, k)), p, s, block, top]
             e.loop(b.select(b.icmp_signed("==", dims, I64(width)), n, I64(0)), start, partial(one, width))
 
-    def _ask_early(self, e: Emitter, later: Later, step: Value, row_bytes: int) -> None:
-        """Prefetches the first rows of what a turn would ask for line by line."""
+    def _ask_early(self, e: Emitter, start: Value, step: Value, row_bytes: int) -> None:
+        """Prefetches the first rows of what a turn that begins with this row would ask for line by line."""
+        first = e.at(start, e.b.mul(step, I64(self.key.bytes_ahead // row_bytes)))
         for n in range(self.key.bytes_early // row_bytes):
-            row = e.at(later[0][0], e.b.mul(step, I64(n)))
+            row = e.at(first, e.b.mul(step, I64(n)))
             for byte in range(0, row_bytes, LINE):
                 e.prefetch(e.at(row, byte), PREFETCH_LEVEL)
 
