@@ -249,12 +249,12 @@ def test_splits_of_codes_are_longer_where_heads_share_out_the_threads():
 def test_pages_splits_and_heads_change_no_bit(monkeypatch, heads, name):
     """Tables lie by pages, as the codes; what no key stands in is garbage, its scales NaN."""
     keys, size = 700, 64
-    lens = ints(keys, 391)
+    seen = {"kv_lens": ints(keys, 391), "kv_starts": ints(0, 5)}
     schemes = {**SCHEMES, **BYTES}[name]
     plain = tuple(s if s.smoothing != "mean" else replace(s, smoothing="block_mean") for s in schemes)
     k, v = (quantize(randn(2, 2, keys, 128, seed=n), s) for n, s in enumerate(plain))
     q = randn(2, heads, 1, 128, dtype=torch.bfloat16)
-    want = decode(q, k, v, split=256, kv_lens=lens)
+    want = decode(q, k, v, split=256, **seen)
     made = []
     for x in (k, v):
         codes, table = paged(x.codes, size, unused=77)
@@ -266,9 +266,8 @@ def test_pages_splits_and_heads_change_no_bit(monkeypatch, heads, name):
             tokens = size // -(-keys // entries.shape[2])  # entries of a page
             tables.append(paged(entries, tokens)[0] if tokens > 1 else _by_page(entries, table))
         made.append(replace(x, codes=codes, scale=tables[0], shift=tables[1]))
-    paging = {"kv_lens": lens, "page_table": table}
-    check_items(monkeypatch, name, want, lambda: decode(q, *made, split=256, **paging))
-    check_items(monkeypatch, name, want, lambda: decode(q, k, v, split=256, kv_lens=lens))
+    check_items(monkeypatch, name, want, lambda: decode(q, *made, split=256, page_table=table, **seen))
+    check_items(monkeypatch, name, want, lambda: decode(q, k, v, split=256, **seen))
 
 
 def check_items(monkeypatch, name, want, call):

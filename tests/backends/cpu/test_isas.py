@@ -226,7 +226,7 @@ INT8, INT4, NF4 = "int8/1x0,int8/1x0", "int4/64x1,int4/1x0", "nf4/1x0,nf4/1x0"
 @pytest.mark.parametrize(
     "key, stages, wanted",
     [
-        (CodesKey("avx512", "int8dot", "bfloat16", 1, 128, 128, INT8), CODED, ({2: 32, 3: 32}, {2: 8, 3: 8})),
+        (CodesKey("avx512", "int8dot", "bfloat16", 1, 128, 128, INT8), CODED, ({2: 36, 3: 32}, {2: 9, 3: 8})),
         (CodesKey("avx512", "int8dot", "bfloat16", 4, 128, 128, INT4), CODED, ({2: 8, 3: 8}, {2: 4, 3: 4})),
         (CodesKey("avx2", "f32", "bfloat16", 1, 128, 128, INT8), CODED, ({2: 2}, {2: 4})),
         (FloatsKey("avx512", "f32", "float32", 1, 64, 64, NF4), ("accumulate_values",), ({2: 1},)),
@@ -234,8 +234,9 @@ INT8, INT4, NF4 = "int8/1x0,int8/1x0", "int4/64x1,int4/1x0", "nf4/1x0,nf4/1x0"
     ids=lambda x: x.name if isinstance(x, DecodeKey) else "",
 )  # fmt: skip
 def test_lines_of_codes_are_asked_for_once_in_each_cache(key, stages, wanted):
-    """In the second, far ahead; on CPUs where it pays in the first, too, shortly before they are read. Of a
-    loop's keys each line once, whatever the loops that share them."""
+    """In the second, far ahead, for a single row once more, of every fourth key; on CPUs where it pays in the
+    first, too, shortly before they are read. Of a loop's keys each line once, whatever the loops that share
+    them."""
     assert [asked(key, stage) for stage in stages] == [Counter(x) for x in wanted]
 
 
@@ -244,6 +245,18 @@ def test_lines_of_codes_are_asked_for_once_in_each_cache(key, stages, wanted):
 )
 def test_lines_of_bfloat16_are_asked_for_in_the_first_cache_without_dots(compute, rows, levels):
     assert set(asked(DecodeKey("avx512", compute, "bfloat16", rows), "weigh_and_score")) == levels
+
+
+@pytest.mark.parametrize("rows", [2, 4, 8])
+@pytest.mark.parametrize("codes", [INT8, INT4])
+def test_rows_of_v_are_asked_for_once_where_weights_are_bytes(rows, codes):
+    """With the scores, with the weights, and in the walk over V."""
+    key = CodesKey("avx512", "int8dot", "bfloat16", rows, 128, 128, codes.replace(",", "*int8,") + "*int8")
+    assert key.lent + rows + configs.STEP // key.joined * key.rows_later == configs.STEP
+    lines, keys = (2 if codes == INT8 else 1), (4 if rows == 8 else 8)
+    assert asked(key, "weigh_scores") == {2: lines}
+    assert asked(key, "accumulate_codes")[2] == lines * key.rows_later
+    assert asked(key, "scores_of_codes")[2] == lines * (keys + key.lent * keys // configs.STEP)
 
 
 def asked(key: DecodeKey, stage: str) -> Counter[int]:

@@ -18,6 +18,7 @@ from polyflash.quant.scheme import Codes
 
 device = Blocks(DECODE).device
 
+STEP, MINUS_INF, ONE = configs.STEP, 0xFF800000, 0x3F800000  # bits of float32
 BEYOND = 1 << 40  # more keys than there are
 KEYS_AHEAD = 512  # of one head, whose scales and shifts are prefetched
 KEYS_TOGETHER = 32  # whose weighted values are summed in registers
@@ -25,26 +26,89 @@ KEYS_TOGETHER = 32  # whose weighted values are summed in registers
 
 def walk(key: CodesKey, stage: Any, list_rows: Any) -> Any:
     """A device function of 11 arguments, see `attend_split`."""
-    K_SCALE, K_SHIFT, V_SCALE, V_SHIFT = DECODE.k_scale, DECODE.k_shift, DECODE.v_scale, DECODE.v_shift
-    ROWS, KEYS, STEP, VECTOR = key.rows, key.lanes // key.rows, configs.STEP, key.lanes * 4
-    LANES, MINUS_INF, ONE = key.lanes, 0xFF800000, 0x3F800000
-    BYTES, JOINED, TWICE = key.bytes, key.joined, key.bytes or key.split
-    KEY_SCALES = not key.scaled
-    K_TOKENS, V_TOKENS = key.k.scale.tokens, key.v.scale.tokens
-    SHIFT_TOKENS = 0 if key.k.shift is None else key.k.shift.tokens
-    CHANNEL_SCALES, SHIFTED, V_SHIFTED = key.scaled, key.k.shift is not None, key.v.shift is not None
-    FLOATS, KEY_WIDTH = isinstance(key, FloatsKey), key.key_groups  # scales of a key
-    RUN, LENT, NEAR, FOLDED = key.run, key.lent, key.near, CHANNEL_SCALES or SHIFTED
-    WIDTH = key.live_groups  # of V, scales of a key
-
-    entry_at = entries()
-    copy_keys, copy_values = (_copying(stage, entry_at, codes) for codes in (key.k, key.v))
+    KEYS, VECTOR, JOINED, BYTES = key.lanes // key.rows, key.lanes * 4, key.joined, key.bytes
+    LENT, NEAR, SPARE = key.lent, key.near, key.spare
+    FLOATS, TWICE, entry_at = isinstance(key, FloatsKey), key.bytes or key.split, entries()
+    start_head, score_block = _scoring(key, stage, entry_at)
+    weigh_block = _weighing(key, stage, entry_at)
+    add_values = _adding(key, stage) if FLOATS else None
 
     @device
-    def list_both(tile, k, v, place, first, last):
-        """The rows of K and V of a block and the first head; in two slots, that at hand and the next."""
-        list_rows(tile, k, K_BATCH, tile.k_rows + place, first, last)
-        list_rows(tile, v, V_BATCH, tile.v_rows + place, first, last)
+    def list_both(tile, k, v, k_rows, v_rows, first, last):
+        """The rows of K and V of a block and the first head."""
+        list_rows(tile, k, K_BATCH, k_rows, first, last)
+        list_rows(tile, v, V_BATCH, v_rows, first, last)
+
+    @device
+    def lists(tile, ready):
+        """Lists of K and V at hand, and of those that are read next: two slots by turns."""
+        size, k_rows, v_rows = (tile.args.block_n + SPARE) * 8, tile.k_rows, tile.v_rows
+        own, later = (ready - 1) * size, (2 - ready) * size
+        return k_rows + own, v_rows + own, k_rows + later, v_rows + later
+
+    @device
+    def attend_split(tile, k, v, key_lo, key_hi, all_lo, all_hi, state, heads, ready, beyond):
+        """The keys [key_lo, key_hi) of `heads` kv heads, block by block, whatever all rows see of them; while
+        one is read, the next rows of K and V are prefetched. `ready` is 1 or 2 if the rows of the first are
+        listed, in slot 0 or 1, as those after key_hi are afterwards, as far as there are keys before
+        `beyond`."""
+        args, block, block_n = tile.args, tile.block, tile.args.block_n
+        ahead, whole, k_step, v_step = greatest(KEYS_AHEAD // heads, block_n), 0, 0, 0
+        if args.page_table == 0 and heads == 1:
+            whole = least(key_hi, beyond - block_n) // block_n  # the end of blocks before whole ones
+            k_step, v_step = block_n * word(args, K_BATCH + 2), block_n * word(args, V_BATCH + 2)
+        for i_h in range(heads):
+            start_head(tile, i_h, key_lo, ahead)
+        i_n, end_n = key_lo // block_n, (key_hi + block_n - 1) // block_n
+        while i_n < end_n:
+            first, last = greatest(i_n * block_n, key_lo), least((i_n + 1) * block_n, key_hi)
+            begin, end = first // STEP * STEP, (last + STEP - 1) // STEP * STEP
+            vectors = (end - begin) // KEYS
+            if ready == 0:
+                list_both(tile, k, v, tile.k_rows, tile.v_rows, first, last)
+                ready = 1
+            for i_h in range(heads):
+                stats, (own_k, own_v, later_k, later_v) = state + i_h * args.partial_bytes, lists(tile, ready)
+                if i_n < whole and first == i_n * block_n:
+                    stage.list_next(own_k, later_k, k_step, own_v, later_v, v_step, block_n)
+                else:
+                    if i_h + 1 < heads:
+                        stage.add_addresses(own_k, later_k, word(args, K_BATCH + 1), end - begin, tile.zero)
+                        stage.add_addresses(own_v, later_v, word(args, V_BATCH + 1), end - begin, tile.zero)
+                    elif last < beyond:
+                        end_next = least((last // block_n + 1) * block_n, beyond)
+                        list_both(tile, k, v, later_k, later_v, last, end_next)
+                    if NEAR > 0:  # as `list_next`
+                        stage.add_addresses(own_v, own_k + (end - begin) * 8, 0, NEAR, tile.zero)
+                        stage.add_addresses(later_k, own_v + (end - begin) * 8, 0, NEAR, tile.zero)
+                stage.fill(block, 1, MINUS_INF)
+                values = own_v + (end - begin) // STEP * (STEP - LENT) * 8
+                score_block(tile, first, last, begin, i_h, own_k, later_k, values, 2 * k_step, ahead)
+                others = weigh_block(tile, block, first, last, begin, vectors, i_h, stats, later_v, ahead)
+                o, sums, count = stats + 2 * VECTOR, block + 2 * VECTOR, (end - begin) // JOINED
+                if FLOATS:
+                    add_values(tile, own_v, o, block, vectors, later_v, all_lo < all_hi)
+                else:
+                    later_v += vectors * 8 if BYTES else 0
+                    stage.accumulate_codes(own_v, tile.p, o, block, sums, count, later_v, 2 * v_step)
+                if TWICE and others != 0:
+                    stage.weigh_others(tile.addresses, tile.p, sums, vectors)
+                    stage.fill(block, 1, ONE)
+                    stage.accumulate_codes(own_v, tile.p, o, block, sums, count, own_v, 0)
+                ready = 3 - ready
+            i_n += 1
+        return ready
+
+    return attend_split
+
+
+def _scoring(key: CodesKey, stage: Any, entry_at: Any) -> tuple[Any, Any]:
+    """Two device functions of 4 and 10 arguments: see `start_head` and `score_block`."""
+    K_SCALE, K_SHIFT, K_TOKENS = DECODE.k_scale, DECODE.k_shift, key.k.scale.tokens
+    ROWS, KEYS, WIDTH, LENT = key.rows, key.lanes // key.rows, key.key_groups, key.lent
+    CHANNEL_SCALES, SHIFTED, RUN = key.scaled, key.k.shift is not None, key.run
+    SHIFT_TOKENS, FOLDED = 0 if key.k.shift is None else key.k.shift.tokens, CHANNEL_SCALES or SHIFTED
+    copy_keys = _copying(stage, entry_at, key.k)
 
     @device
     def scale(tile, q, j, i_h, ahead):
@@ -66,17 +130,18 @@ def walk(key: CodesKey, stage: Any, list_rows: Any) -> Any:
         stage.fold_query(q, shift, later)
 
     @device
-    def score_block(tile, q, first, last, begin, i_h, k_rows, later, top, v_later, ahead):
+    def score_block(tile, first, last, begin, i_h, k_rows, later, v_later, further, ahead):
         """Scores of a block and head, run by run of keys that share what is folded into Q. `v_later` are rows
         of V to be asked for meanwhile."""
         args, s, j, run = tile.args, tile.s, first, BEYOND
+        q, top = tile.q + i_h * args.q_tile, tile.block
         if RUN > 0:
             run = RUN
         elif args.page_table != 0:
             run = args.page_size
-        if KEY_SCALES:
-            at = tile.stage + (first - begin) * KEY_WIDTH * 4
-            copy_keys(tile, K_SCALE, K_TOKENS, at, first, last, i_h, KEY_WIDTH, ahead)
+        if not CHANNEL_SCALES:
+            at = tile.stage + (first - begin) * WIDTH * 4
+            copy_keys(tile, K_SCALE, K_TOKENS, at, first, last, i_h, WIDTH, ahead)
         while j < last:
             end = least(last, (quotient(j, run) + 1) * run) if run < BEYOND else last
             if FOLDED:
@@ -85,11 +150,31 @@ def walk(key: CodesKey, stage: Any, list_rows: Any) -> Any:
                 scale(tile, q, end, i_h, ahead)
             at = j // STEP * STEP
             vectors, far = ((end + STEP - 1) // STEP * STEP - at) // KEYS, (at - begin) * 8
-            s_at, scales = s + (at - begin) * ROWS * 4, tile.stage + (at - begin) * KEY_WIDTH * 4
+            s_at, scales = s + (at - begin) * ROWS * 4, tile.stage + (at - begin) * WIDTH * 4
             keys, values = (k_rows + far, q, s_at, top, vectors), v_later + far * LENT // STEP
             seen, change = (tile.limits, at), (args.score_factor, args.score_cap)
-            stage.scores_of_codes(*keys, *seen, *change, scales, later + far, values)
+            stage.scores_of_codes(*keys, *seen, *change, scales, later + far, values, further)
             j = end
+
+    @device
+    def start_head(tile, i_h, j, ahead):
+        """Q of a head, before the first of its keys, j."""
+        q = tile.q + i_h * tile.args.q_tile
+        scale(tile, q, j, i_h, ahead)
+        if not FOLDED:
+            fold(tile, q, j, i_h, ahead)
+
+    return start_head, score_block
+
+
+def _weighing(key: CodesKey, stage: Any, entry_at: Any) -> Any:
+    """A device function of 10 arguments that makes the scores of a block weights of its codes; it returns
+    whether it leaves others: of the other sign, if weights are bytes, or parts of steps. Bytes prefetch rows
+    of V that are read `later`."""
+    VECTOR, BYTES, SPLIT, FLOATS = key.lanes * 4, key.bytes, int(key.split), isinstance(key, FloatsKey)
+    V_SCALE, V_SHIFT, V_TOKENS = DECODE.v_scale, DECODE.v_shift, key.v.scale.tokens
+    WIDTH, KEY_WIDTH, SHIFTED = key.live_groups, key.key_groups, key.v.shift is not None
+    copy_values = _copying(stage, entry_at, key.v)
 
     @device
     def copy_scales(tile, first, last, begin, i_h, ahead):
@@ -98,74 +183,9 @@ def walk(key: CodesKey, stage: Any, list_rows: Any) -> Any:
         scales, size = tile.stage + block_n * KEY_WIDTH * 4, block_n * WIDTH * 4
         at = scales + (first - begin) * WIDTH * 4
         copy_values(tile, V_SCALE, V_TOKENS, at, first, last, i_h, WIDTH, ahead)
-        if V_SHIFTED:
+        if SHIFTED:
             copy_values(tile, V_SHIFT, V_TOKENS, at + size, first, last, i_h, WIDTH, ahead)
         return scales, size
-
-    weigh_block = _weighing(key, stage, copy_scales)
-    add_values = _adding(key, stage) if FLOATS else None
-
-    @device
-    def attend_split(tile, k, v, key_lo, key_hi, all_lo, all_hi, state, heads, ready, beyond):
-        """The keys [key_lo, key_hi) of `heads` kv heads, block by block, whatever all rows see of them; while
-        one is read, the next rows of K and V are prefetched. `ready` is 1 or 2 if the rows of the first are
-        listed, in slot 0 or 1, as those after key_hi are afterwards, as far as there are keys before
-        `beyond`."""
-        args = tile.args
-        block, block_n, slot_bytes = tile.block, args.block_n, (args.block_n + NEAR + LANES) * 8
-        ahead = greatest(KEYS_AHEAD // heads, block_n)
-        for i_h in range(heads):
-            q = tile.q + i_h * args.q_tile
-            scale(tile, q, key_lo, i_h, ahead)
-            if not FOLDED:
-                fold(tile, q, key_lo, i_h, ahead)
-        i_n, end_n = key_lo // block_n, (key_hi + block_n - 1) // block_n
-        while i_n < end_n:
-            first, last = greatest(i_n * block_n, key_lo), least((i_n + 1) * block_n, key_hi)
-            begin, end = first // STEP * STEP, (last + STEP - 1) // STEP * STEP
-            vectors = (end - begin) // KEYS
-            if ready == 0:
-                list_both(tile, k, v, 0, first, last)
-                ready = 1
-            for i_h in range(heads):
-                slot, stats = ready - 1, state + i_h * args.partial_bytes
-                own, later = slot * slot_bytes, (1 - slot) * slot_bytes
-                k_rows, v_rows = tile.k_rows, tile.v_rows
-                own_k, own_v, later_k, later_v = k_rows + own, v_rows + own, k_rows + later, v_rows + later
-                if i_h + 1 < heads:
-                    stage.add_addresses(own_k, later_k, word(args, K_BATCH + 1), end - begin, tile.zero)
-                    stage.add_addresses(own_v, later_v, word(args, V_BATCH + 1), end - begin, tile.zero)
-                elif last < beyond:
-                    list_both(tile, k, v, later, last, least((last // block_n + 1) * block_n, beyond))
-                if NEAR > 0:  # behind each list the first rows of the next, for requests that run ahead of it
-                    stage.add_addresses(own_v, own_k + (end - begin) * 8, 0, NEAR, tile.zero)
-                    stage.add_addresses(later_k, own_v + (end - begin) * 8, 0, NEAR, tile.zero)
-                stage.fill(block, 1, MINUS_INF)
-                q, unasked = tile.q + i_h * args.q_tile, (end - begin) // STEP * (STEP - LENT) * 8
-                score_block(tile, q, first, last, begin, i_h, own_k, later_k, block, own_v + unasked, ahead)
-                others = weigh_block(tile, block, first, last, begin, vectors, i_h, stats, later_v, ahead)
-                o, sums, count = stats + 2 * VECTOR, block + 2 * VECTOR, (end - begin) // JOINED
-                if FLOATS:
-                    add_values(tile, own_v, o, block, vectors, later_v, all_lo < all_hi)
-                else:
-                    later_v += vectors * 8 if BYTES else 0
-                    stage.accumulate_codes(own_v, tile.p, o, block, sums, count, later_v)
-                if TWICE and others != 0:
-                    stage.weigh_others(tile.addresses, tile.p, sums, vectors)
-                    stage.fill(block, 1, ONE)
-                    stage.accumulate_codes(own_v, tile.p, o, block, sums, count, own_v)
-                ready = 2 - slot
-            i_n += 1
-        return ready
-
-    return attend_split
-
-
-def _weighing(key: CodesKey, stage: Any, copy_scales: Any) -> Any:
-    """A device function of 10 arguments that makes the scores of a block weights of its codes; it returns
-    whether it leaves others: of the other sign, if weights are bytes, or parts of steps. Bytes prefetch rows
-    of V that are read `later`."""
-    VECTOR, BYTES, SPLIT, FLOATS = key.lanes * 4, key.bytes, int(key.split), isinstance(key, FloatsKey)
 
     @device
     def weigh_block(tile, block, first, last, begin, vectors, i_h, stats, later, ahead):
@@ -188,7 +208,7 @@ def _adding(key: CodesKey, stage: Any) -> Any:
     """A device function of 7 arguments that adds the weighted values of a block to O, some keys at a time, as
     longer sums round more often. Unless all is `seen` by all rows, every weight is looked at."""
     KEYS, ROWS, WIDTH = key.lanes // key.rows, key.rows, key.live_groups
-    KEY_WIDTH, TOGETHER, ONE = key.key_groups, KEYS_TOGETHER * key.rows // key.lanes, 0x3F800000
+    KEY_WIDTH, TOGETHER = key.key_groups, KEYS_TOGETHER * key.rows // key.lanes
 
     @device
     def add_values(tile, v_rows, o, alpha, vectors, later, seen):

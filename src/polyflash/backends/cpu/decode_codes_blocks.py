@@ -27,7 +27,8 @@ from polyflash.backends.cpu.intrinsics import stage
 from polyflash.backends.cpu.simd import F32, I32, I64, Emitter, Value
 from polyflash.quant.scheme import per_word
 
-Places: TypeAlias = tuple[Value, Value, Value]  # of the rows of some keys, of later rows, and of the scales
+# Of the rows of some keys, of later rows, and of the scales; and how many bytes on those read after them are.
+Places: TypeAlias = tuple[Value, Value, Value, Value]
 ROWS_AT_ONCE, SUMS = 4, 16  # rows that share a walk over V, and their sums in registers
 
 
@@ -51,9 +52,10 @@ class CodesTile(Integers):
         scales,
         later,
         v_later,
+        further,
     ) -> None:
         """`scores` of the integers of Q at `q`; `scales` are those of keys, if K has any. Meanwhile the
-        `later` rows of K, and of V, are prefetched."""
+        `later` rows of K, and of V, are prefetched, and of some rows a line `further` bytes on."""
         b, p_limits, planes = e.b, e.pointer(limits), e.at(e.pointer(q), self.key.planes)
         lo, width = e.load(p_limits, 0, e.vi), e.load(p_limits, e.bytes, e.vi)
         in_group = ir.Constant(e.vi, [lane // self.rows for lane in range(self.lanes)])
@@ -71,7 +73,7 @@ class CodesTile(Integers):
             p_rows, p_s, largest, at, p_later, p_scales, p_values = values
             value_lines = self._lines(self.key.v, self.key.head_dim_v)
             values_later = self._far(p_values, range(lent), value_lines)
-            made = sums_of(e, (p_rows, p_later, p_scales), planes, values_later)
+            made = sums_of(e, (p_rows, p_later, p_scales, further), planes, values_later)
             made = [score(*x, e.at(p_scales, j * self.keys * width_of_scales)) for j, x in enumerate(made)]
             ids = [b.add(at, e.ints(j * self.keys)) for j in range(together)]
 
@@ -114,7 +116,7 @@ class CodesTile(Integers):
         p_sums = e.b.alloca(kind, size=self.lanes * sets) if self.rows == 1 else None
 
         def sums_of(e: Emitter, of_keys: Places, planes: Value, lines: list[Line]) -> list[list[Value]]:
-            p_rows, p_later, p_scales = of_keys
+            p_rows, p_later, p_scales, _ = of_keys
             sums: list[Value] = []
             self._ask_lines(e, lines)
             if self.rows == 1:
@@ -150,12 +152,13 @@ class CodesTile(Integers):
         self, e: Emitter, of_keys: Places, planes: Value, lines: list[Line]
     ) -> list[tuple[Value, ...]]:
         """`_of_fours` by whole steps of Q, and by parts; of one row as often as fills a vector of scores."""
-        p_rows, p_later, _ = of_keys
+        p_rows, p_later, _, further = of_keys
         key_lines, many = self._lines(self.key.k, self.key.head_dim), 4 * self.fours
         sets: list[list[list[Value]]] = [[] for _ in range(1 + self.key.split)]
         for first in range(0, max(many, self.keys), many):
             keys = range(first, first + many)
-            lines = evenly(self._far(p_later, keys, key_lines), self._near(p_rows, keys, key_lines), lines)
+            soon, late = self._near(p_rows, keys, key_lines), self._further(p_rows, keys, further)
+            lines = evenly(self._far(p_later, keys, key_lines), soon, late, lines)
             for i, made in enumerate(sets):
                 places = e.at(p_rows, 8 * first), e.at(planes, i * self.key.finer)
                 made += self._of_fours(e, *places, [] if i else lines)
@@ -349,38 +352,38 @@ class CodesTile(Integers):
 
     # O = alpha·O + P·V
     @stage
-    def accumulate_codes(self, e: Emitter, v_rows, pairs, o, alpha, sums, count, later) -> None:
-        """`count` times as many keys as are joined, whose sums are made apart and then added."""
+    def accumulate_codes(self, e: Emitter, v_rows, pairs, o, alpha, sums, count, later, further) -> None:
+        """`count` times as many keys as are joined, whose sums are made apart and then added. Meanwhile the
+        `later` rows are prefetched, and of some rows a line `further` bytes on."""
         walks, args = self._walks(), (v_rows, pairs, o, alpha, sums, count, later)
-        rows_later, of_row = range(self._rows_later()), self._lines(self.key.v, self.key.head_dim_v)
+        rows_later, of_row = range(self.key.rows_later), self._lines(self.key.v, self.key.head_dim_v)
         lines, read = [(j, byte) for j in rows_later for byte in of_row], set[int]()
         for n, (own, some) in enumerate(walks):
             near = {u * e.bytes // LINE * LINE for u, _ in some} - read
             read |= near
-            self._some_columns(e, own, some, args, lines[n :: len(walks)], sorted(near))
+            self._some_columns(
+                e, own, some, args, lines[n :: len(walks)], sorted(near), None if n else further
+            )
 
     def _some_columns(
-        self, e: Emitter, rows: range, columns: Sequence[tuple[int, int]], args: Any, lines: Any, near: Any
+        self, e: Emitter, rows: range, columns: Any, args: Any, lines: Any, near: Any, further: Value | None
     ) -> None:
         """One walk over the keys, for some rows and parts of units. It prefetches `lines` of keys that are
-        read a block later, and those `near`, by their first bytes, of keys that are read soon."""
+        read a block later, and those `near`, by their first bytes, of keys that are read soon; the first walk
+        asks `further`, too."""
         v_rows, pairs, o, alpha, sums, count, later = args
         n = self.key.joined
         weights = self.key.value_groups * self.rows * n * self.key.rounded_bytes
-        places = (v_rows, 8 * n), (pairs, weights), (later, 8 * self._rows_later())
+        places = (v_rows, 8 * n), (pairs, weights), (later, 8 * self.key.rows_later)
         zeros = [e.ints(0)] * (2 * len(columns) * len(rows) * self.pieces)
         with e.walk(count, *places, rolled=True, carried={"acc": zeros}) as walk:
             p_rows, p_weights, p_later = walk
             keys = [e.pointer(e.load(p_rows, 8 * j, I64)) for j in range(n)]
             ahead = [(p_later, j, byte, PREFETCH_LEVEL) for j, byte in lines]
+            ahead += [] if further is None else self._further(p_rows, range(n), further)
             self._ask_lines(e, ahead + self._near(p_rows, range(n), near))
             walk.acc = self._weigh_keys(e, keys, p_weights, walk.acc, rows, columns)
         self._add_values(e, walk.acc, o, alpha, sums, rows, columns)
-
-    def _rows_later(self) -> int:
-        """Rows that are prefetched while the values of those that are joined are added: half as many, where
-        others are meanwhile."""
-        return 2 if self.key.bytes else self.key.joined
 
     def _weigh_keys(
         self, e: Emitter, keys: list[Value], p_weights: Value, acc: list[Value], rows: range, columns: Any

@@ -173,17 +173,28 @@ class CodesKey(CodedKey):
     @property
     def lent(self) -> int:
         """Rows of V per STEP keys of products of bytes that are prefetched with the scores: what is neither
-        with the weights, one per vector, nor in the walk over V, which is too quick for more than half. The
-        more evenly over a block, the less memory waits, and the less loads wait behind prefetches."""
-        return STEP // 2 - self.rows if self.bytes else 0
+        with the weights, one per vector, nor in the walk over V. The more evenly, the less memory waits."""
+        return STEP - self.rows - STEP // self.joined * self.rows_later if self.bytes else 0
+
+    @property
+    def rows_later(self) -> int:
+        """Rows of V that are prefetched while the values of those that are joined are added: all, or two if
+        they are so with scores and weights, too; one of 8-bit codes with four rows, where it was quicker."""
+        few = self.rows == 4 and KINDS[self.v.dtype].bits == 8
+        return self.joined if not self.bytes else 1 if few else 2
 
     @property
     def near(self) -> int:
-        """Rows by which lines are asked for into the first cache, too: those of 1 KiB, 8 to 32, in whole
-        vectors of addresses. Timed on Intel alone: docs/results/2026-11-29-xeon-decode-two-caches.md."""
+        """Rows by which lines are asked for into the first cache, too: those of 4 KiB, 8 to 32, in whole
+        vectors of addresses. Timed on Intel alone: docs/results/2026-11-29-xeon-decode-third-request.md."""
         rows = (self.head_dim, self.k), (self.head_dim_v, self.v)
         widest = max(channels * KINDS[codes.dtype].bits // 8 for channels, codes in rows)
-        return min(32, max(8, 1024 // widest // 8 * 8)) if self.isa == "avx512" else 0
+        return min(32, max(8, 4096 // widest // 8 * 8)) if self.isa == "avx512" else 0
+
+    @property
+    def spare(self) -> int:
+        """Entries of a list of rows behind those of a block: of rows near it, and up to a whole vector."""
+        return self.near + self.lanes
 
     @property
     def value_groups(self) -> int:
@@ -285,8 +296,8 @@ def scratch(key: CodesKey | DecodedKey, block_n: int) -> Scratch:
     sizes = dict.fromkeys(Scratch._fields[:-1], 0) | {
         "q": MOST_HEADS * key.query_tile,
         "o": key.partial_bytes(key.head_dim_v),
-        "k": 2 * (block_n + key.near + key.lanes) * 8,
-        "v": 2 * (block_n + key.near + key.lanes) * 8,
+        "k": 2 * (block_n + key.spare) * 8,
+        "v": 2 * (block_n + key.spare) * 8,
         "s": block_n * key.rows * 4,
         "p": groups * block_n * key.rows * 2,
         "stage": (key.key_groups + 2 * live) * block_n * 4,

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from llvmlite import ir
 
 from polyflash.backends.cpu.address_lists import NEAR_LEVEL, PREFETCH_LEVEL
-from polyflash.backends.cpu.configs import LINE
+from polyflash.backends.cpu.configs import LINE, STEP
 from polyflash.backends.cpu.decode_blocks import DecodeTile
 from polyflash.backends.cpu.decode_codes_configs import CodesKey
 from polyflash.backends.cpu.intrinsics import stage
@@ -23,7 +23,7 @@ ROUNDED = 0x4B400000  # the bits of 1.5·2²³, beyond which a float32 counts in
 PARTS = 65000.0  # of a step: half of one is less than 2^15 of them
 CHOSEN = 0xCA  # of a `vpternlogd`: bits of the second where the first has ones, else of the third
 # A list of addresses, an entry of it, a byte of its row, and the level of the cache that it is for.
-Line: TypeAlias = tuple[Value, int, int, int]
+Line: TypeAlias = tuple[Value, int, int | Value, int]
 LEAST = 1e-34  # of a largest value, below which all are 0: the inverse of its scale is finite
 
 
@@ -108,6 +108,25 @@ class Integers(DecodeTile):
     def _whole(self, e: Emitter, sums: list[Value]) -> Value:
         """A sum of its pieces."""
         return sums[0]
+
+    @stage
+    def list_next(self, e: Emitter, own_k, later_k, k_step, own_v, later_v, v_step, count) -> None:
+        """Lists as `later` rows those a step behind `count` own ones; and behind each list of those at hand
+        the first rows of what is read after it, for requests that run ahead. (If they are more than `count`,
+        any addresses.)"""
+        b, n, kind = e.b, self.lanes // 2, ir.VectorType(I64, self.lanes // 2)
+        k_step, v_step = e.splat(k_step, n), e.splat(v_step, n)
+        p_k, p_v, end = e.pointer(own_k), e.pointer(own_v), b.mul(count, I64(8))
+        for place in range(0, self.key.near * 8, n * 8):
+            behind = b.add(end, I64(place))
+            first_k, first_v = (e.load(p, place, kind) for p in (p_k, p_v))
+            e.store(first_v, e.at(p_k, behind))
+            e.store(b.add(first_k, k_step), e.at(p_v, behind))
+        places = ((x, STEP * 8) for x in (own_k, later_k, own_v, later_v))
+        with e.walk(b.udiv(count, I64(STEP)), *places) as (from_k, to_k, from_v, to_v):
+            for place in range(0, STEP * 8, n * 8):
+                e.store(b.add(e.load(from_k, place, kind), k_step), to_k, place)
+                e.store(b.add(e.load(from_v, place, kind), v_step), to_v, place)
 
     # rounding
     def _bits_of_size(self, e: Emitter, x: Value) -> Value:
@@ -322,6 +341,12 @@ class Integers(DecodeTile):
         """Lines of rows that are read soon behind these entries of a list."""
         near = self.key.near
         return [(rows, n + near, byte, NEAR_LEVEL) for n in entries for byte in lines if near]
+
+    def _further(self, rows: Value, entries: Sequence[int], distance: Value) -> list[Line]:
+        """A line of every fourth of listed rows, a distance on, behind those that `_far` asks for: the
+        machine's own prefetchers go on from there. Several rows gained nothing; others are not timed."""
+        wanted = self.rows == 1 and self.key.near and self.key.by_fours
+        return [(rows, n, distance, PREFETCH_LEVEL) for n in entries if wanted and n % 4 == 0]
 
     def _ask_lines(self, e: Emitter, lines: Sequence[Line]) -> None:
         """Prefetches lines of rows in lists of addresses."""

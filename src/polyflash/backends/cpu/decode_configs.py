@@ -94,10 +94,11 @@ class DecodeKey:
     def bytes_near(self) -> int:
         """Bytes by which they are asked for into the first cache, too, 0 if they are not: on Intel a row of
         bfloat16 reads at 96 % of a plain read's speed then, not 86
-        (docs/results/2026-11-29-xeon-decode-two-caches.md)."""
+        (docs/results/2026-11-29-xeon-decode-two-caches.md; several rows:
+        docs/results/2026-11-29-xeon-decode-third-request.md)."""
         if self.storage != "bfloat16" or self.compute == "bf16dot":
             return 0
-        return 4096 if self.rows == 1 else 1024
+        return 4096 if self.rows == 1 else 2048
 
     @property
     def bytes_early(self) -> int:
