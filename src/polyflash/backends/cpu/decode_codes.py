@@ -55,7 +55,7 @@ def walk(key: CodesKey, stage: Any, list_rows: Any) -> Any:
         args, block, block_n = tile.args, tile.block, tile.args.block_n
         ahead, whole, k_step, v_step = greatest(KEYS_AHEAD // heads, block_n), 0, 0, 0
         if args.page_table == 0 and heads == 1:
-            whole = least(key_hi, beyond - block_n) // block_n  # the end of blocks before whole ones
+            whole = least(key_hi, beyond - block_n) // block_n  # below it: whole, as is the one behind
             k_step, v_step = block_n * word(args, K_BATCH + 2), block_n * word(args, V_BATCH + 2)
         for i_h in range(heads):
             start_head(tile, i_h, key_lo, ahead)

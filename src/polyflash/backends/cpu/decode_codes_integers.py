@@ -344,7 +344,8 @@ class Integers(DecodeTile):
 
     def _further(self, rows: Value, entries: Sequence[int], distance: Value) -> list[Line]:
         """A line of every fourth of listed rows, a distance on, behind those that `_far` asks for: the
-        machine's own prefetchers go on from there. Several rows gained nothing; others are not timed."""
+        machine's own prefetchers seem to go on from there. Several rows gained nothing; sums by key and pages
+        are not timed."""
         wanted = self.rows == 1 and self.key.near and self.key.by_fours
         return [(rows, n, distance, PREFETCH_LEVEL) for n in entries if wanted and n % 4 == 0]
 
