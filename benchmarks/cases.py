@@ -41,7 +41,8 @@ _LONGEST_BACKWARD = {"quick": 512, "": 2048, "long": 4096}
 _CALL_LENGTHS = (16, 64, 128)  # lengths at which a training step is mostly the cost of its calls
 _FEW_KEYS = (64, 128, 256, 512, 1000, 1024, 4096)
 _FEW_ROWS = (1, 2, 4, 8, 9, 12, 16, 24, 32, 40, 64, 72, 96, 128)
-_SCHEMES = ("bfloat16", "int8", "int8-smooth", "int8-channel", "int4-token", "int4")
+_BYTES = ("int8-bytes", "int4-token-bytes")  # with compute="int8"
+_SCHEMES = ("bfloat16", "int8", "int8-smooth", "int8-channel", "int4-token", "int4", *_BYTES)
 _BATCHES = ((1, 4096), (1, 16384), (1, 65536), (4, 4096), (32, 1024))  # requests, keys of each
 # kind: what its `Workload` has beyond the plain problem, and what is laid over it (`problem.LAID`)
 _Kinds = dict[str, tuple[dict[str, Any], str]]
@@ -244,7 +245,8 @@ def decode(size: str = "") -> list[Case]:
         add(INVARIANCE, kind, name, dtype, batch, rows, n, plain=False)
     for kind, n, scheme in product(_KINDS, (256,) if quick else (4096, 16384, 65536), _SCHEMES):
         name, plain = f"codes-{kind}-{n}-{scheme}", scheme != "bfloat16"
-        add(CODES, kind, name, "bfloat16", 1, 1, n, laid=scheme, plain=plain)
+        if kind == "gqa" or scheme not in _BYTES:  # a single row has its products in 16 bits
+            add(CODES, kind, name, "bfloat16", 1, 1, n, laid=scheme, plain=plain)
     n = 128 if quick else 2048
     for dtype, dim, causal in product(_PRECISE, (64, 128), (False, True)):
         kind = "causal" if causal else "full"

@@ -41,12 +41,12 @@ AMAX = "torch.amax of keys and values"
 READERS = (IN_ORDER, PLACES, AMAX)  # each reads every byte of a key set once
 PAGES = "read, page by page"
 FOLDED = "torch SDPA, query heads as rows"
-OWN_COPIES = "polyflash, a prefix of each request's own"
-ONE_PAGE = "polyflash, one page for all keys"
+OWN_COPIES, ONE_PAGE = "polyflash, a prefix of each request's own", "polyflash, one page for all keys"
 GGML, ONNX = "ggml", "onnxruntime"
 BEST_SPLIT, INVARIANT = "polyflash, the best split", "polyflash, batch_invariant=True"
 SPLITS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 65536)
-CODED = {**NAMED, "int8 products": (Scheme(compute="int8"),) * 2}
+CODED: dict[str, tuple[Scheme, ...]] = {**NAMED, "int8 products": (Scheme(compute="int8"),) * 2}
+CODED |= {f"{n}-bytes": tuple(replace(s, compute="int8") for s in NAMED[n]) for n in ("int8", "int4-token")}
 OFF = 6e-2  # by which rows of results over codes may be off where q and the weights are in 8 bits too
 T = TypeVar("T")
 
@@ -406,10 +406,8 @@ def _codes(case: Case) -> Timed:
     q64, k64, v64 = (x.double() for x in (q, first.k, first.v))
     right = scaled_dot_product_attention(q64, k64, v64, is_causal=causal, enable_gqa=True)
     errors = {name: relative(out, right) for name, out in found.items()}  # of the codes and of the kernel
-    sample, outputs = (
-        Sample(q, k, v, {"causal": causal}),
-        [partial(attend, coded[0], x) for x in (None, "torch")],
-    )
+    sample = Sample(q, k, v, {"causal": causal})
+    outputs = [partial(attend, coded[0], x) for x in (None, "torch")]
     plan, keys = polyflash.explain(q, coded[0].k, coded[0].v, causal=causal), w.seqlen_k
     keys = (keys + 1) // 2 if causal else keys
     made = _timed(case, arms, outputs, [sample], coded[0].bytes, keys, plan, errors=errors)

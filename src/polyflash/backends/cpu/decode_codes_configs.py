@@ -174,14 +174,19 @@ class CodesKey(CodedKey):
     def lent(self) -> int:
         """Rows of V per STEP keys of products of bytes that are prefetched with the scores: what is neither
         with the weights, one per vector, nor in the walk over V. The more evenly, the less memory waits."""
-        return STEP - self.rows - STEP // self.joined * self.rows_later if self.bytes else 0
+        return STEP // 2 - self.rows if self.bytes else 0
 
     @property
     def rows_later(self) -> int:
-        """Rows of V that are prefetched while the values of those that are joined are added: all, or two if
-        they are so with scores and weights, too; one of 8-bit codes with four rows, where it was quicker."""
-        few = self.rows == 4 and KINDS[self.v.dtype].bits == 8
-        return self.joined if not self.bytes else 1 if few else 2
+        """Rows of V that are prefetched while the values of those that are joined are added: all, or half of
+        them if they are so with scores and weights, too."""
+        return self.joined // 2 if self.bytes else self.joined
+
+    @property
+    def whole_rows(self) -> bool:
+        """Whether a walk over V may have more sums than registers: of 8-bit codes and four rows one walk, over
+        whole rows, is quicker than two. Not timed on AMD: docs/results/2026-11-29-xeon-decode-whole-rows.md"""
+        return self.bytes and self.rows == 4 and KINDS[self.v.dtype].bits == 8
 
     @property
     def near(self) -> int:

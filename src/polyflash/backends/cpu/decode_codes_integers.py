@@ -343,11 +343,11 @@ class Integers(DecodeTile):
         return [(rows, n + near, byte, NEAR_LEVEL) for n in entries for byte in lines if near]
 
     def _further(self, rows: Value, entries: Sequence[int], distance: Value) -> list[Line]:
-        """A line of every fourth of listed rows, a distance on, behind those that `_far` asks for: the
-        machine's own prefetchers seem to go on from there. Several rows gained nothing; sums by key and pages
-        are not timed."""
-        wanted = self.rows == 1 and self.key.near and self.key.by_fours
-        return [(rows, n, distance, PREFETCH_LEVEL) for n in entries if wanted and n % 4 == 0]
+        """A line of every fourth or eighth of listed rows, a distance on, behind those that `_far` asks for:
+        the machine's own prefetchers seem to go on from there. Sums by key and pages are not timed."""
+        one = self.rows == 1 and self.key.near and self.key.by_fours
+        apart = 4 if one else 8 if self.key.whole_rows else 0
+        return [(rows, n, distance, PREFETCH_LEVEL) for n in entries if apart and n % apart == 0]
 
     def _ask_lines(self, e: Emitter, lines: Sequence[Line]) -> None:
         """Prefetches lines of rows in lists of addresses."""
