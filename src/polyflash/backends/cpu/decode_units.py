@@ -140,8 +140,8 @@ def sums_of_lanes(e: Emitter, x: list[Value], within: int = 0) -> Value:
     fewer vectors a lane is a sum of some of theirs, which a second call `within` so many lanes completes."""
     n, distance = e.lanes, within or e.lanes
     add = e.b.fadd if x[0].type == e.vf else e.b.add
-    if len(x) == distance == 16:
-        return _sums_of_16(e, x, add)
+    if distance == 16 and len(x) in (4, 16):
+        return _sums_of_blocks(e, x, add)
     while len(x) > 1:
         distance //= 2
         own = [lane if lane & distance == 0 else n + lane for lane in range(n)]
@@ -152,18 +152,19 @@ def sums_of_lanes(e: Emitter, x: list[Value], within: int = 0) -> Value:
     return x[0]
 
 
-def _sums_of_16(e: Emitter, x: list[Value], add: Callable[[Value, Value], Value]) -> Value:
-    """The same sums, in the same order, by shuffles of 512 bits whose orders are part of an instruction, not
-    read from memory."""
+def _sums_of_blocks(e: Emitter, x: list[Value], add: Callable[[Value, Value], Value]) -> Value:
+    """The same sums of 4 or 16 vectors, in the same order, by shuffles of 512 bits whose orders are part of
+    an instruction, not read from memory."""
 
     def blocks(*chosen: int) -> list[int]:
         return [4 * block + lane for block in chosen for lane in range(4)]
 
     low = [4 * block + lane + half for block in range(4) for lane in (0, 1) for half in (0, 16)]
     pairs = low, [lane + 2 for lane in low]
-    x = [*x[:4], *x[8:12], *x[4:8], *x[12:]]  # lanes stand in order then
+    some = len(x) // 4
+    x = [*x[:some], *x[2 * some : 3 * some], *x[some : 2 * some], *x[3 * some :]]  # lanes stand in order then
     orders = (blocks(0, 1, 4, 5), blocks(2, 3, 6, 7)), (blocks(0, 2, 4, 6), blocks(1, 3, 5, 7)), pairs, pairs
-    for own, other in orders:
+    for own, other in orders[: 2 if some == 1 else 4]:
         half = len(x) // 2
         both = zip(x[:half], x[half:], strict=True)
         x = [add(e.shuffle(u, v, own), e.shuffle(u, v, other)) for u, v in both]
