@@ -251,5 +251,5 @@ def decode(size: str = "") -> list[Case]:
     for dtype, dim, causal in product(_PRECISE, (64, 128), (False, True)):
         kind = "causal" if causal else "full"
         name, more = f"codes-{kind}-{dtype}-{n}-d{dim}", {"head_dim": dim, "heads": 8, "causal": causal}
-        add(PREFILL, kind, name, dtype, 1, n, n, laid="int8 products", peer=SDPA, **more)
+        add(PREFILL, kind, name, dtype, 1, n, n, laid="int8-bytes", peer=SDPA, **more)
     return made

@@ -45,7 +45,7 @@ OWN_COPIES, ONE_PAGE = "polyflash, a prefix of each request's own", "polyflash, 
 GGML, ONNX = "ggml", "onnxruntime"
 BEST_SPLIT, INVARIANT = "polyflash, the best split", "polyflash, batch_invariant=True"
 SPLITS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 65536)
-CODED: dict[str, tuple[Scheme, ...]] = {**NAMED, "int8 products": (Scheme(compute="int8"),) * 2}
+CODED: dict[str, tuple[Scheme, ...]] = {**NAMED}
 CODED |= {f"{n}-bytes": tuple(replace(s, compute="int8") for s in NAMED[n]) for n in ("int8", "int4-token")}
 OFF = 6e-2  # by which rows of results over codes may be off where q and the weights are in 8 bits too
 T = TypeVar("T")

@@ -12,7 +12,9 @@ import math
 import platform
 import re
 from collections import Counter
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -22,6 +24,7 @@ from polyflash.backends.cpu import configs
 from polyflash.backends.cpu.configs import Config, KernelKey, ScoreKey
 from polyflash.backends.cpu.decode_codes_configs import CodesKey, FloatsKey
 from polyflash.backends.cpu.decode_configs import DecodeKey
+from polyflash.backends.cpu.decode_units import sums_of_lanes
 from polyflash.reference import attention_reference
 
 pytest.importorskip("llvmlite")
@@ -250,8 +253,8 @@ def test_lines_of_bfloat16_are_asked_for_in_the_first_cache_without_dots(compute
 @pytest.mark.parametrize("rows", [2, 4, 8])
 @pytest.mark.parametrize("codes", [INT8, INT4])
 def test_rows_of_v_are_asked_for_once_where_weights_are_bytes(rows, codes):
-    """With the scores, with the weights, and in the walk over V. Four rows that are read whole ask for a line
-    of some of them once more."""
+    """With the scores, with the weights, and in the walk over V. Where its rows are read whole, a line of
+    some of them is asked for once more."""
     key = CodesKey("avx512", "int8dot", "bfloat16", rows, 128, 128, codes.replace(",", "*int8,") + "*int8")
     assert key.lent + rows + configs.STEP // key.joined * key.rows_later == configs.STEP
     lines, keys, more = (2 if codes == INT8 else 1), (4 if rows == 8 else 8), int(key.whole_rows)
@@ -259,6 +262,24 @@ def test_rows_of_v_are_asked_for_once_where_weights_are_bytes(rows, codes):
     assert asked(key, "weigh_scores") == {2: lines}
     assert asked(key, "accumulate_codes")[2] == lines * key.rows_later + more
     assert asked(key, "scores_of_codes")[2] == lines * (keys + key.lent * keys // configs.STEP) + more
+
+
+@pytest.mark.parametrize("count", [2, 4, 8, 16])
+def test_sums_over_lanes_keep_the_order_of_their_vectors(count):
+    """Those of AVX-512, by numpy: a sum has the lanes of its vector's place."""
+    numbers = np.random.default_rng(count).integers(-99, 99, (count, 16))
+    lanes = SimpleNamespace(
+        lanes=16,
+        vf="floats",
+        b=SimpleNamespace(fadd=lambda x, y: vector(x.lanes + y.lanes)),
+        shuffle=lambda x, y, order: vector(np.concatenate((x.lanes, y.lanes))[list(order)]),
+    )
+    total = sums_of_lanes(lanes, [vector(x) for x in numbers])
+    assert total.lanes.reshape(count, -1).sum(1).tolist() == numbers.sum(1).tolist()
+
+
+def vector(lanes: np.ndarray) -> SimpleNamespace:
+    return SimpleNamespace(type="floats", lanes=lanes)
 
 
 def asked(key: DecodeKey, stage: str) -> Counter[int]:

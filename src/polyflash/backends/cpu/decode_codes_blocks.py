@@ -29,7 +29,7 @@ from polyflash.quant.scheme import per_word
 
 # Of the rows of some keys, of later rows, and of the scales; and how many bytes on those read after them are.
 Places: TypeAlias = tuple[Value, Value, Value, Value]
-ROWS_AT_ONCE, SUMS = 4, 16  # rows that share a walk over V, and their sums: half of the registers
+ROWS_AT_ONCE, SUMS = 4, 16  # rows that share a walk over V, and their sums in registers
 
 
 class CodesTile(Integers):
@@ -427,8 +427,7 @@ class CodesTile(Integers):
         """Rows, and units and parts of V's words, whose sums are made in one walk over the keys."""
         units, rows = self._units_of(self.key.v, self.key.head_dim_v), min(self.rows, ROWS_AT_ONCE)
         columns = [(u, n) for u in units for n in range(per_word(self.key.v))]
-        sums = SUMS * (2 if self.key.whole_rows else 1)
-        many = min(len(columns), max(1, sums // (2 * rows * self.pieces)))
+        many = min(len(columns), max(1, SUMS * (1 + self.key.whole_rows) // (2 * rows * self.pieces)))
         firsts = [(row, at) for row in range(0, self.rows, rows) for at in range(0, len(columns), many)]
         return [(range(row, row + rows), columns[at : at + many]) for row, at in firsts]
 

@@ -184,8 +184,8 @@ class CodesKey(CodedKey):
 
     @property
     def whole_rows(self) -> bool:
-        """Whether a walk over V may have more sums than registers: of 8-bit codes and four rows, one over
-        whole rows is quicker than two on Intel, see docs/results/2026-11-29-xeon-decode-whole-rows.md."""
+        """Whether a walk over V has twice as many sums, some in memory: of 8-bit codes and four rows one
+        walk over 128 channels is quicker than two: docs/results/2026-11-29-xeon-decode-whole-rows.md."""
         return self.bytes and self.rows == 4 and KINDS[self.v.dtype].bits == 8
 
     @property

@@ -343,11 +343,10 @@ class Integers(DecodeTile):
         return [(rows, n + near, byte, NEAR_LEVEL) for n in entries for byte in lines if near]
 
     def _further(self, rows: Value, entries: Sequence[int], distance: Value) -> list[Line]:
-        """A line of every fourth or eighth of listed rows, a distance on, behind those that `_far` asks for:
-        the machine's own prefetchers seem to go on from there. Sums by key and pages are not timed."""
-        one = self.rows == 1 and self.key.near and self.key.by_fours
-        apart = 4 if one else 8 if self.key.whole_rows else 0
-        return [(rows, n, distance, PREFETCH_LEVEL) for n in entries if apart and n % apart == 0]
+        """A line of the first of rows read at once, a distance on, behind those that `_far` asks for: the
+        machine's own prefetchers seem to go on from there. Other kernels lost by it, or were not timed."""
+        wanted = self.key.whole_rows or (self.rows == 1 and self.key.near and self.key.by_fours)
+        return [(rows, n, distance, PREFETCH_LEVEL) for n in entries[:1] if wanted]
 
     def _ask_lines(self, e: Emitter, lines: Sequence[Line]) -> None:
         """Prefetches lines of rows in lists of addresses."""
