@@ -8,7 +8,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from polyflash.backends.cpu import capabilities, configs, packing
+from polyflash.backends.cpu import capabilities, configs, decode_configs, packing
 from polyflash.backends.cpu.configs import BUCKETS, Config, KernelKey
 from polyflash.errors import SpecError
 from polyflash.spec import MANY_KEYS, AttentionSpec, Feature, Phase
@@ -160,3 +160,20 @@ def test_narrow_panels_for_short_members():
     assert width(*[16] * 40) == 1
     assert width(*[1024] * 40) == 4
     assert width(*[512] * 40) == 4 and width(*[512] * 40, causal=True) == 2  # the diagonal is cut finer
+
+
+def test_blocks_of_wide_keys_of_8_bits_are_shorter_where_that_is_quicker():
+    """It decides bits, as weights are rounded block by block: all calls of that width have it."""
+    int8, mixed, amx = "int8/1x0*int8,int8/1x0*int8", "int8/1x0,int4/1x0", "cpu:avx512+avx512_bf16+amx_bf16"
+    for head_dim, codes, short in (
+        (128, int8, True),
+        (192, int8, True),
+        (64, int8, False),
+        (128, mixed, False),
+    ):
+        for seqlen_q, seqlen_k in ((1, 100), (4, 70_000)):
+            sizes = 1, 8, 8, seqlen_q, seqlen_k, head_dim, head_dim, frozenset()
+            spec = AttentionSpec(Phase.DECODE, "bfloat16", "cpu", *sizes, codes=codes)
+            assert decode_configs.choose(spec, WITH_DOT).block_n == (64 if short else 128)
+            for target in (parse(amx), *TARGETS[1:]):
+                assert decode_configs.choose(spec, target).block_n == 128

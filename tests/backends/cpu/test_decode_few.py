@@ -74,7 +74,7 @@ def test_splits_per_item_of_rows_that_see_different_keys(monkeypatch, dtype):
         same_bits(x, y, name)
 
 
-@pytest.mark.parametrize(("rows", "channels"), ((1, 64), (1, 128), (2, 128), (4, 128)))
+@pytest.mark.parametrize(("rows", "channels"), ((1, 64), (1, 128), (2, 128), (4, 128), (8, 128)))
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_reading_by_turns_changes_no_bit(monkeypatch, dtype, rows, channels):
     """Of whole tensors K and V are read by turns, across splits too, of pages block after block."""

@@ -75,30 +75,26 @@ class DecodeKey:
 
     @property
     def by_turns(self) -> bool:
-        """Whether V of a block and K of the next are read by turns, see decode_row.py. On Zen 4 float32 gains
-        (several rows: docs/results/2026-11-26-epyc-zen4-2core-decode.md) and a row of bfloat16 loses nothing;
-        on Zen 5 16-bit rows gain half as much again (docs/results/2026-11-23-epyc-zen5-2core-decode.md); on
-        Intel several rows of bfloat16 gain 3 to 10 % (docs/results/2026-11-28-xeon-bfloat16-decode.md)."""
-        return self.isa == "avx512" and self.rows <= (1 if self.compute == "bf16dot" else MOST_TURN_ROWS)
+        """Whether V of a block and K of the next are read by turns, see decode_row.py. It is quicker on Zen 4
+        for float32 (docs/results/2026-11-26-epyc-zen4-2core-decode.md) and several rows of bfloat16
+        (docs/results/2026-11-29-epyc-zen4-2core-decode-turns.md), on Zen 5 for 16 bits
+        (docs/results/2026-11-23-epyc-zen5-2core-decode.md), on Intel for several rows of bfloat16
+        (docs/results/2026-11-28-xeon-bfloat16-decode.md)."""
+        return self.isa == "avx512" and (self.rows <= MOST_TURN_ROWS or self.compute == "bf16dot")
 
     @property
-    def bytes_ahead(self) -> int:
-        """Bytes by which K and V are each prefetched by turns, 0 if they are not. The quickest on Zen 4, see
-        docs/results/2026-11-27-epyc-zen4-2core-decode.md; bfloat16 without a dot on Intel: the page above."""
+    def bytes_ahead(self) -> tuple[int, int]:
+        """Bytes by which K and V are each prefetched by turns, and by which they are once more, into the
+        first cache; 0 if they are not. The quickest on Zen 4
+        (docs/results/2026-11-27-epyc-zen4-2core-decode.md; several rows of bfloat16: the page above), and of
+        bfloat16 without a dot on Intel (docs/results/2026-11-29-xeon-decode-third-request.md)."""
         if self.storage == "float32":
-            return 4096 if self.rows == 4 else 2048
-        bfloat16 = 1024 if self.compute == "bf16dot" else 8192
-        return {"float16": 4096 if self.rows > 1 else 0, "bfloat16": bfloat16}[self.storage]
-
-    @property
-    def bytes_near(self) -> int:
-        """Bytes by which they are asked for into the first cache, too, 0 if they are not: on Intel a row of
-        bfloat16 reads at 96 % of a plain read's speed then, not 86
-        (docs/results/2026-11-29-xeon-decode-two-caches.md; several rows:
-        docs/results/2026-11-29-xeon-decode-third-request.md)."""
-        if self.storage != "bfloat16" or self.compute == "bf16dot":
-            return 0
-        return 4096 if self.rows == 1 else 2048
+            return 4096 if self.rows == 4 else 2048, 0
+        if self.storage == "float16":
+            return 4096 if self.rows > 1 else 0, 0
+        if self.compute == "bf16dot":
+            return (8192, 3072) if self.rows > 2 else (1024, 0)
+        return 8192, 4096 if self.rows == 1 else 2048
 
     @property
     def bytes_early(self) -> int:
@@ -191,7 +187,10 @@ def scratch(key: DecodeKey, head_dim: int, head_dim_v: int, block_n: int) -> Scr
 
 def choose(spec: AttentionSpec, target: Target) -> DecodeConfig:
     """Splits of 1024 keys, whatever the call: the size decides bits. Of codes, whose keys have half or a
-    third of the bytes, 2048 where several heads give the threads their items."""
+    third of the bytes, 2048 where several heads give the threads their items. Blocks of wide keys of 8 bits
+    are half as long where that is quicker: docs/results/2026-11-29-epyc-zen4-2core-decode-turns.md."""
     isa, compute, _ = configs.native(spec, target)
     longer = spec.codes and spec.num_kv_heads >= 4
-    return DecodeConfig(2048 if longer else 1024, 128, compute, isa)
+    wide = spec.codes.count("int8/") == 2 and spec.head_dim >= WIDTH
+    short = wide and configs.compute_for("bfloat16", target) == "bf16dot"
+    return DecodeConfig(2048 if longer else 1024, 64 if short else 128, compute, isa)

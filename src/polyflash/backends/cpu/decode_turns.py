@@ -83,9 +83,9 @@ class Turns(Units):
         `scores` as many keys of K, which every row sees; both are of `dims` channels, `v_step` or `k_step`
         bytes apart. So for `n` blocks of `groups`; `p` and `s`, `block` and `top` change places each time.
         What says where the next lines are stays in registers. Every instruction reads on by a row at a time,
-        through no list of addresses, and lines are asked for `bytes_ahead` of the key before their turn, and
-        `bytes_near`. Weights of 16-bit keys are made behind the first K: it was quicker, and for float32
-        slower. `m` is where the statistics stand."""
+        through no list of addresses, and lines are asked for `bytes_ahead` of the key before their turn.
+        Weights of 16-bit keys are made behind the first K: it was quicker, and for float32 slower. `m` is
+        where the statistics stand."""
         b, change = e.b, self._change(e, factor, cap)
         p_o, p_q = e.pointer(o), e.pointer(q)
         halves = max(1, self.keys // KEYS_PER_GROUP)  # groups that fill a vector of scores
@@ -105,7 +105,7 @@ class Turns(Units):
             p_alpha, weights = first or (None, None)
             p_v, p_k, p_p, p_s, largest = x
             held, row_bytes = self._held(e, p_q, width), width * self.size
-            asked = (self.key.bytes_ahead, PREFETCH_LEVEL), (self.key.bytes_near, NEAR_LEVEL)
+            asked = [*zip(self.key.bytes_ahead, (PREFETCH_LEVEL, NEAR_LEVEL), strict=True)]
 
             def later(row: Value, step: Value) -> Later:
                 return [(e.at(row, b.mul(step, I64(n // row_bytes))), level) for n, level in asked if n]
@@ -154,7 +154,7 @@ class Turns(Units):
 
     def _ask_early(self, e: Emitter, start: Value, step: Value, row_bytes: int) -> None:
         """Prefetches the first rows of what a turn that begins with this row would ask for line by line."""
-        first = e.at(start, e.b.mul(step, I64(self.key.bytes_ahead // row_bytes)))
+        first = e.at(start, e.b.mul(step, I64(self.key.bytes_ahead[0] // row_bytes)))
         for n in range(self.key.bytes_early // row_bytes):
             row = e.at(first, e.b.mul(step, I64(n)))
             for byte in range(0, row_bytes, LINE):
