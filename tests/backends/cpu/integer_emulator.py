@@ -80,7 +80,7 @@ def beside(
 
 
 def of_few_rows(
-    q: Tensor, k: QuantizedTensor, v: QuantizedTensor, block_n: int = 128, **options: Any
+    q: Tensor, k: QuantizedTensor, v: QuantizedTensor, block_n: int, **options: Any
 ) -> tuple[Tensor, Tensor]:
     """out and lse in float64: weights times the scales of v are bytes of either sign, per row, block and
     channels that share scales, and their sum is that of themselves."""
@@ -142,7 +142,7 @@ def byte_operands(q: Tensor, k: QuantizedTensor) -> tuple[Tensor, Tensor]:
 
 
 def expected_of_few_rows(
-    q: Tensor, k: QuantizedTensor, v: QuantizedTensor, **options: Any
+    q: Tensor, k: QuantizedTensor, v: QuantizedTensor, block_n: int, **options: Any
 ) -> tuple[Expected, Expected]:
     """As `expected`."""
-    return beside(of_few_rows(q, k, v, **options), q, k, v, options)
+    return beside(of_few_rows(q, k, v, block_n, **options), q, k, v, options)

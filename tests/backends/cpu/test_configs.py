@@ -175,5 +175,6 @@ def test_blocks_of_wide_keys_of_8_bits_are_shorter_where_that_is_quicker():
             sizes = 1, 8, 8, seqlen_q, seqlen_k, head_dim, head_dim, frozenset()
             spec = AttentionSpec(Phase.DECODE, "bfloat16", "cpu", *sizes, codes=codes)
             assert decode_configs.choose(spec, WITH_DOT).block_n == (64 if short else 128)
+            assert decode_configs.choose(replace(spec, dtype="float32"), WITH_DOT).block_n == 128
             for target in (parse(amx), *TARGETS[1:]):
                 assert decode_configs.choose(spec, target).block_n == 128

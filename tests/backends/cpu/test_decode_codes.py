@@ -72,7 +72,8 @@ def level_a(got, q, k, v, label, **options):
     """By testing.md §3.1: against float64 of the values that the codes stand for; if products are of bytes,
     of those that their emulation makes."""
     if k.form.compute == "int8":
-        check(*got, expected_of_few_rows(q, k, v, **options)[0], label=label, options=options)
+        block_n = decode_configs.choose(spec_of(q, k, v), HERE).block_n
+        check(*got, expected_of_few_rows(q, k, v, block_n, **options)[0], label=label, options=options)
         return
     values = [x.values(torch.float64) for x in (k, v)]
     oracle = attention_reference(q, *values, **options)

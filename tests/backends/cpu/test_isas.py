@@ -244,10 +244,18 @@ def test_lines_of_codes_are_asked_for_once_in_each_cache(key, stages, wanted):
 
 
 @pytest.mark.parametrize(
-    "compute, rows, levels", [("f32", 1, {2, 3}), ("f32", 4, {2, 3}), ("bf16dot", 1, {2})]
+    "compute, rows, levels",
+    [
+        *(("f32", rows, {2, 3}) for rows in (1, 2, 4)),
+        *(("bf16dot", rows, {2}) for rows in (1, 2)),
+        *(("bf16dot", rows, {2, 3}) for rows in (4, 8)),
+    ],
 )
-def test_lines_of_bfloat16_are_asked_for_in_the_first_cache_without_dots(compute, rows, levels):
-    assert set(asked(DecodeKey("avx512", compute, "bfloat16", rows), "weigh_and_score")) == levels
+def test_lines_of_bfloat16_by_turns_are_asked_for_in_the_first_cache_but_for_few_rows_of_dots(
+    compute, rows, levels
+):
+    key = DecodeKey("avx512", compute, "bfloat16", rows)
+    assert key.by_turns and set(asked(key, "weigh_and_score")) == levels
 
 
 @pytest.mark.parametrize("rows", [2, 4, 8])

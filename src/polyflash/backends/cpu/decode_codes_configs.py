@@ -191,7 +191,7 @@ class CodesKey(CodedKey):
     @property
     def near(self) -> int:
         """Rows by which lines are asked for into the first cache, too: those of 4 KiB, 8 to 32, in whole
-        vectors of addresses. Timed on Intel alone: docs/results/2026-11-29-xeon-decode-third-request.md."""
+        vectors of addresses. On Intel and Zen 4: docs/results/2026-11-29-epyc-zen4-2core-decode-turns.md."""
         rows = (self.head_dim, self.k), (self.head_dim_v, self.v)
         widest = max(channels * KINDS[codes.dtype].bits // 8 for channels, codes in rows)
         return min(32, max(8, 4096 // widest // 8 * 8)) if self.isa == "avx512" else 0

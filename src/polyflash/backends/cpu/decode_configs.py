@@ -191,6 +191,6 @@ def choose(spec: AttentionSpec, target: Target) -> DecodeConfig:
     are half as long where that is quicker: docs/results/2026-11-29-epyc-zen4-2core-decode-turns.md."""
     isa, compute, _ = configs.native(spec, target)
     longer = spec.codes and spec.num_kv_heads >= 4
-    wide = spec.codes.count("int8/") == 2 and spec.head_dim >= WIDTH
-    short = wide and configs.compute_for("bfloat16", target) == "bf16dot"
+    wide = spec.codes.count("int8/") == 2 and spec.head_dim >= WIDTH and spec.dtype != "float32"
+    short = wide and configs.compute_for("bfloat16", target) == "bf16dot"  # Zen 4 and 5
     return DecodeConfig(2048 if longer else 1024, 64 if short else 128, compute, isa)

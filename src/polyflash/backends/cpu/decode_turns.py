@@ -127,7 +127,7 @@ class Turns(Units):
                 for start, step in ((p_v, v_step), (p_k, k_step)):
                     self._ask_early(e, start, step, row_bytes)
                 largest = scored(p_s, largest) if half + 1 == halves else largest
-                # Two rows, whose sums over a row of V fit the registers; of bfloat16 four: V is widened once.
+                # Two rows, whose sums over a row of V fit the registers; of bfloat16 four: V is widened less.
                 at_once = min(4 if self.key.storage == "bfloat16" else 2, self.rows)
                 self._weigh(e, [p_p, p_alpha, p_o], v_row, width, None, False, at_once)
                 p_v = e.at(p_v, b.mul(v_step, I64(KEYS_PER_GROUP)))
