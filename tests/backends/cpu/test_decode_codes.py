@@ -11,6 +11,7 @@ import torch
 
 import polyflash
 from polyflash.backends.cpu import capabilities, decode_codes_configs, decode_configs
+from polyflash.backends.cpu.decode_configs import SHORT
 from polyflash.plan import Launch
 from polyflash.quant import NAMED, QuantizedTensor, Scheme, quantize
 from polyflash.reference import attention_reference
@@ -42,7 +43,9 @@ def spec_of(q, k: QuantizedTensor, v: QuantizedTensor, page_size=0, keys=0) -> A
     return replace(spec, page_size=page_size)
 
 
-def decode(q, k: QuantizedTensor, v: QuantizedTensor, *, split=None, isa=None, target=HERE, **options):
+def decode(
+    q, k: QuantizedTensor, v: QuantizedTensor, *, split=None, block_n=None, isa=None, target=HERE, **options
+):
     """(out, lse) of the kernel itself."""
     from polyflash.backends.cpu import decode
 
@@ -52,7 +55,7 @@ def decode(q, k: QuantizedTensor, v: QuantizedTensor, *, split=None, isa=None, t
     tables = {"k_scale": k.scale, "k_shift": k.shift, "v_scale": v.scale, "v_shift": v.shift}
     args = Arguments(need_lse=True, codes=spec.codes, **tables, **options)
     config = decode_configs.choose(spec, target)
-    config = replace(config, split_keys=split or config.split_keys)
+    config = replace(config, split_keys=split or config.split_keys, block_n=block_n or config.block_n)
     if isa not in (None, config.isa):
         config = replace(config, isa=isa, compute="f32")
     out = torch.full((*q.shape[:3], spec.head_dim_v), math.nan, dtype=q.dtype)
@@ -256,7 +259,14 @@ def test_pages_splits_and_heads_change_no_bit(monkeypatch, heads, name):
     k, v = (quantize(randn(2, 2, keys, 128, seed=n), s) for n, s in enumerate(plain))
     q = randn(2, heads, 1, 128, dtype=torch.bfloat16)
     want = decode(q, k, v, split=256, **seen)
-    made = []
+    made, table = in_pages(k, v, size)
+    check_items(monkeypatch, name, want, lambda: decode(q, *made, split=256, page_table=table, **seen))
+    check_items(monkeypatch, name, want, lambda: decode(q, k, v, split=256, **seen))
+
+
+def in_pages(k, v, size):
+    """The same codes in pools, their tables by pages, and the page table."""
+    made, keys = [], k.codes.shape[2]
     for x in (k, v):
         codes, table = paged(x.codes, size, unused=77)
         tables = []
@@ -267,8 +277,32 @@ def test_pages_splits_and_heads_change_no_bit(monkeypatch, heads, name):
             tokens = size // -(-keys // entries.shape[2])  # entries of a page
             tables.append(paged(entries, tokens)[0] if tokens > 1 else _by_page(entries, table))
         made.append(replace(x, codes=codes, scale=tables[0], shift=tables[1]))
-    check_items(monkeypatch, name, want, lambda: decode(q, *made, split=256, page_table=table, **seen))
-    check_items(monkeypatch, name, want, lambda: decode(q, k, v, split=256, **seen))
+    return made, table
+
+
+@pytest.mark.parametrize("channels, block_n", ((128, SHORT), (64, SHORT), (96, 32)))
+@pytest.mark.parametrize(
+    "name, dtype",
+    [
+        *((name, torch.bfloat16) for name in ("int8", "int8-affine", "int8-blocks")),
+        ("int8-channel", torch.float16),
+    ],
+)
+def test_reading_by_turns_changes_no_bit(monkeypatch, name, dtype, channels, block_n):
+    """Of whole tensors K and V are read by turns, across splits too, of pages block after block."""
+    keys, sizes = 1100, {"split": 256, "block_n": block_n}
+    q = randn(2, 2, 1, channels, dtype=dtype)
+    k, v = (quantize(randn(2, 2, keys, channels, seed=n), s) for n, s in enumerate(SCHEMES[name]))
+    made, table = in_pages(k, v, 64)
+    for seen in (
+        {},
+        {"window_left": 700, "window_right": 0},
+        {"kv_lens": ints(1090, 513), "softcap": 3.0},
+        {"kv_starts": ints(45, 300), "scale": -0.2},
+    ):
+        seen = {"kv_lens": ints(keys, keys), **seen}
+        want = decode(q, *made, page_table=table, **sizes, **seen)
+        check_items(monkeypatch, f"{name}, {seen}", want, lambda seen=seen: decode(q, k, v, **sizes, **seen))
 
 
 def check_items(monkeypatch, name, want, call):

@@ -258,6 +258,15 @@ def test_lines_of_bfloat16_by_turns_are_asked_for_in_the_first_cache_but_for_few
     assert key.by_turns and set(asked(key, "weigh_and_score")) == levels
 
 
+@pytest.mark.parametrize(
+    "rows, channels, codes, by_turns",
+    [(1, 128, INT8, True), (2, 128, INT8, False), (1, 128, INT4, False), (1, 192, INT8, False)],
+)
+def test_one_row_of_8_bit_codes_by_turns_asks_for_nothing(rows, channels, codes, by_turns):
+    key = CodesKey("avx512", "int8dot", "bfloat16", rows, channels, channels, codes)
+    assert key.by_turns == by_turns and not (by_turns and asked(key, "add_and_score"))
+
+
 @pytest.mark.parametrize("rows", [2, 4, 8])
 @pytest.mark.parametrize("codes", [INT8, INT4])
 def test_rows_of_v_are_asked_for_once_where_weights_are_bytes(rows, codes):

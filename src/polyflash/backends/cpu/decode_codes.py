@@ -11,6 +11,7 @@ from typing import Any
 
 from polyflash.backends.cpu import configs
 from polyflash.backends.cpu.decode_codes_configs import CodesKey, FloatsKey
+from polyflash.backends.cpu.decode_configs import SHORT
 from polyflash.backends.cpu.intrinsics import greatest, least, load_i32, quotient, word
 from polyflash.backends.cpu.structs import Blocks
 from polyflash.backends.cpu.words import DECODE, K_BATCH, V_BATCH
@@ -19,6 +20,7 @@ from polyflash.quant.scheme import Codes
 device = Blocks(DECODE).device
 
 STEP, MINUS_INF, ONE = configs.STEP, 0xFF800000, 0x3F800000  # bits of float32
+SCORED = 3  # what `ready` is if the scores of the first block are made
 BEYOND = 1 << 40  # more keys than there are
 KEYS_AHEAD = 512  # of one head, whose scales and shifts are prefetched
 KEYS_TOGETHER = 32  # whose weighted values are summed in registers
@@ -29,7 +31,8 @@ def walk(key: CodesKey, stage: Any, list_rows: Any) -> Any:
     KEYS, VECTOR, JOINED, BYTES = key.lanes // key.rows, key.lanes * 4, key.joined, key.bytes
     LENT, NEAR, SPARE = key.lent, key.near, key.spare
     FLOATS, TWICE, entry_at = isinstance(key, FloatsKey), key.bytes or key.split, entries()
-    start_head, score_block = _scoring(key, stage, entry_at)
+    TURNS, RUN = key.by_turns, key.run
+    start_head, score_block, prepare_block = _scoring(key, stage, entry_at)
     weigh_block = _weighing(key, stage, entry_at)
     add_values = _adding(key, stage) if FLOATS else None
 
@@ -50,26 +53,34 @@ def walk(key: CodesKey, stage: Any, list_rows: Any) -> Any:
     def attend_split(tile, k, v, key_lo, key_hi, all_lo, all_hi, state, heads, ready, beyond):
         """The keys [key_lo, key_hi) of `heads` kv heads, block by block, whatever all rows see of them; while
         one is read, the next rows of K and V are prefetched. `ready` is 1 or 2 if the rows of the first are
-        listed, in slot 0 or 1, as those after key_hi are afterwards, as far as there are keys before
-        `beyond`."""
+        listed, in slot 0 or 1, or SCORED, as those after key_hi are afterwards, as far as there are keys
+        before `beyond`. Short blocks that one row sees whole, as it does the next, are read by turns."""
         args, block, block_n = tile.args, tile.block, tile.args.block_n
-        ahead, whole, k_step, v_step = greatest(KEYS_AHEAD // heads, block_n), 0, 0, 0
+        ahead = greatest(KEYS_AHEAD // heads, block_n)
+        k_row, v_row = word(args, K_BATCH + 2), word(args, V_BATCH + 2)
+        whole, turns, k_step, v_step = 0, 0, 0, 0
         if args.page_table == 0 and heads == 1:
             whole = least(key_hi, beyond - block_n) // block_n  # below it: whole, as is the one behind
-            k_step, v_step = block_n * word(args, K_BATCH + 2), block_n * word(args, V_BATCH + 2)
+            k_step, v_step = block_n * k_row, block_n * v_row
+            if TURNS and block_n <= SHORT and RUN % block_n == 0:
+                turns = whole
         for i_h in range(heads):
-            start_head(tile, i_h, key_lo, ahead)
+            if ready != SCORED:
+                start_head(tile, i_h, key_lo, ahead)
         i_n, end_n = key_lo // block_n, (key_hi + block_n - 1) // block_n
         while i_n < end_n:
             first, last = greatest(i_n * block_n, key_lo), least((i_n + 1) * block_n, key_hi)
             begin, end = first // STEP * STEP, (last + STEP - 1) // STEP * STEP
-            vectors = (end - begin) // KEYS
-            if ready == 0:
+            vectors, scored = (end - begin) // KEYS, ready == SCORED
+            by_turns = i_n < turns and first == i_n * block_n
+            if ready == 0 or (scored and not by_turns):
                 list_both(tile, k, v, tile.k_rows, tile.v_rows, first, last)
                 ready = 1
             for i_h in range(heads):
                 stats, (own_k, own_v, later_k, later_v) = state + i_h * args.partial_bytes, lists(tile, ready)
-                if i_n < whole and first == i_n * block_n:
+                if TURNS and by_turns:
+                    later_k, later_v = own_k, own_v  # no list goes on
+                elif i_n < whole and first == i_n * block_n:
                     stage.list_next(own_k, later_k, k_step, own_v, later_v, v_step, block_n)
                 else:
                     if i_h + 1 < heads:
@@ -81,12 +92,18 @@ def walk(key: CodesKey, stage: Any, list_rows: Any) -> Any:
                     if NEAR > 0:  # as `list_next`
                         stage.add_addresses(own_v, own_k + (end - begin) * 8, 0, NEAR, tile.zero)
                         stage.add_addresses(later_k, own_v + (end - begin) * 8, 0, NEAR, tile.zero)
-                stage.fill(block, 1, MINUS_INF)
-                values = own_v + (end - begin) // STEP * (STEP - LENT) * 8
-                score_block(tile, first, last, begin, i_h, own_k, later_k, values, 2 * k_step, ahead)
+                if not (TURNS and scored):
+                    stage.fill(block, 1, MINUS_INF)
+                    values = own_v + (end - begin) // STEP * (STEP - LENT) * 8
+                    score_block(tile, first, last, begin, i_h, own_k, later_k, values, 2 * k_step, ahead)
                 others = weigh_block(tile, block, first, last, begin, vectors, i_h, stats, later_v, ahead)
                 o, sums, count = stats + 2 * VECTOR, block + 2 * VECTOR, (end - begin) // JOINED
-                if FLOATS:
+                if TURNS and by_turns:
+                    prepare_block(tile, last, last + block_n, ahead)
+                    of_v = (v + first * v_row, v_row, tile.p, o, sums)
+                    of_k = (k + last * k_row, k_row, tile.q, tile.s, tile.stage)
+                    stage.add_and_score(*of_v, *of_k, block, vectors, args.score_factor, args.score_cap)
+                elif FLOATS:
                     add_values(tile, own_v, o, block, vectors, later_v, all_lo < all_hi)
                 else:
                     later_v += vectors * 8 if BYTES else 0
@@ -95,15 +112,15 @@ def walk(key: CodesKey, stage: Any, list_rows: Any) -> Any:
                     stage.weigh_others(tile.addresses, tile.p, sums, vectors)
                     stage.fill(block, 1, ONE)
                     stage.accumulate_codes(own_v, tile.p, o, block, sums, count, own_v, 0)
-                ready = 3 - ready
+                ready = SCORED if by_turns else 3 - ready
             i_n += 1
         return ready
 
     return attend_split
 
 
-def _scoring(key: CodesKey, stage: Any, entry_at: Any) -> tuple[Any, Any]:
-    """Two device functions of 4 and 10 arguments: see `start_head` and `score_block`."""
+def _scoring(key: CodesKey, stage: Any, entry_at: Any) -> tuple[Any, Any, Any]:
+    """Three device functions of 4, 10 and 4 arguments: see `start_head`, `score_block`, `prepare_block`."""
     K_SCALE, K_SHIFT, K_TOKENS = DECODE.k_scale, DECODE.k_shift, key.k.scale.tokens
     ROWS, KEYS, WIDTH, LENT = key.rows, key.lanes // key.rows, key.key_groups, key.lent
     CHANNEL_SCALES, SHIFTED, RUN = key.scaled, key.k.shift is not None, key.run
@@ -157,6 +174,16 @@ def _scoring(key: CodesKey, stage: Any, entry_at: Any) -> tuple[Any, Any]:
             j = end
 
     @device
+    def prepare_block(tile, first, last, ahead):
+        """Q, and scales of keys, of a whole block and one head, whose keys share what is folded into Q."""
+        if not CHANNEL_SCALES:
+            copy_keys(tile, K_SCALE, K_TOKENS, tile.stage, first, last, 0, WIDTH, ahead)
+        if FOLDED:
+            fold(tile, tile.q, first, 0, ahead)
+        if CHANNEL_SCALES:
+            scale(tile, tile.q, last, 0, ahead)
+
+    @device
     def start_head(tile, i_h, j, ahead):
         """Q of a head, before the first of its keys, j."""
         q = tile.q + i_h * tile.args.q_tile
@@ -164,7 +191,7 @@ def _scoring(key: CodesKey, stage: Any, entry_at: Any) -> tuple[Any, Any]:
         if not FOLDED:
             fold(tile, q, j, i_h, ahead)
 
-    return start_head, score_block
+    return start_head, score_block, prepare_block
 
 
 def _weighing(key: CodesKey, stage: Any, entry_at: Any) -> Any:

@@ -159,16 +159,16 @@ class CodesTile(Integers):
             keys = range(first, first + many)
             soon, late = self._near(p_rows, keys, key_lines), self._further(p_rows, keys, further)
             lines = evenly(self._far(p_later, keys, key_lines), soon, late, lines)
+            rows = [e.pointer(e.load(p_rows, 8 * j, I64)) for j in keys]
             for i, made in enumerate(sets):
-                places = e.at(p_rows, 8 * first), e.at(planes, i * self.key.finer)
-                made += self._of_fours(e, *places, [] if i else lines)
+                made += self._of_fours(e, rows, e.at(planes, i * self.key.finer), [] if i else lines)
             lines = []
         if self.rows == 1:
             return [tuple(sums_of_lanes(e, [x for (x,) in made]) for made in sets)]
         by_row = ([y for x in made for y in self._by_key_and_row(e, x)] for made in sets)
         return [*zip(*by_row, strict=True)]
 
-    def _of_fours(self, e: Emitter, p_rows: Value, planes: Value, lines: list[Line]) -> list[list[Value]]:
+    def _of_fours(self, e: Emitter, rows: list[Value], planes: Value, lines: list[Line]) -> list[list[Value]]:
         """The integers of the scores of four keys or eight, by fours and rows. The 32-bit columns of every
         128 bits of theirs are transposed, so that a lane sums products of one key: only lanes of a key 128
         bits apart are left to be added, of each row once for the four. `lines` are prefetched among the
@@ -177,7 +177,6 @@ class CodesTile(Integers):
         codes, step = self.key.k, self._step(self.key.k)
         fours, units = range(self.fours), self._units_of(self.key.k, self.key.head_dim)
         sums = [[[e.ints(0)] * self.pieces] * self.rows for _ in fours]
-        rows = [e.pointer(e.load(p_rows, 8 * j, I64)) for j in range(4 * self.fours)]
         turns = len(units) * 4 * step
         words = [self._words(e, row, codes, self.key.head_dim, 0) for row in rows]
         for u in units:

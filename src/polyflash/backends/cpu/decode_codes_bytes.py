@@ -20,6 +20,7 @@ from llvmlite import ir
 
 from polyflash.backends.cpu.decode_codes_blocks import CodesTile
 from polyflash.backends.cpu.decode_codes_configs import CodesKey
+from polyflash.backends.cpu.decode_codes_turns import CodesTurns
 from polyflash.backends.cpu.decode_codes_weights import ByteWeights
 from polyflash.backends.cpu.simd import I8, I16, Emitter, Value
 from polyflash.quant.scheme import Codes
@@ -126,7 +127,7 @@ class BytesTile(Bytes, ByteWeights):
         return [self._dot(e, sums[0], weights[0], parts[0])]
 
 
-class HalvesTile(Bytes):
+class HalvesTile(Bytes, CodesTurns):
     """Emissions for one key whose Q and weights are 16-bit integers, of two bytes: low and high."""
 
     pieces = 2

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from polyflash.backends.cpu import configs, decode_configs
 from polyflash.backends.cpu.configs import ISAS, LINE, STEP, STORAGE_BYTES, Scratch
-from polyflash.backends.cpu.decode_configs import MOST_HEADS, MOST_ROWS, DecodeConfig, DecodeKey
+from polyflash.backends.cpu.decode_configs import MOST_HEADS, MOST_ROWS, WIDTH, DecodeConfig, DecodeKey
 from polyflash.quant.scheme import KINDS, Codes, codes_of, per_word, text_of
 from polyflash.spec import DECODE_ROWS, AttentionSpec
 from polyflash.target import Target
@@ -158,6 +158,14 @@ class CodesKey(CodedKey):
         over a key's lanes costs less, and of one that is wide, or float32, which meets the codes twice."""
         narrow = self.head_dim <= 2 * self.unit_of(self.k)
         return self.rows >= 4 or (self.rows == 1 and self.halves and narrow and not self.split)
+
+    @property
+    def by_turns(self) -> bool:
+        """Whether V of a short block and K of the next are read by turns: by one row of 8-bit codes whose
+        sums over a row of V fit the registers. On Zen 4 in 0.75 to 0.95 of the time, and slower with
+        requests (docs/results/2026-11-29-epyc-zen4-2core-codes-turns.md); on Intel slower either way."""
+        short = self.head_dim_v <= WIDTH and "int4" not in (self.k.dtype, self.v.dtype)
+        return self.rows == 1 and self.by_fours and short
 
     @property
     def key_groups(self) -> int:
