@@ -29,6 +29,8 @@ SCHEMES = {
     "mixed": (Scheme(dtype="int4", granularity="channel", tokens=32), Scheme(granularity="tensor")),
     "int8-blocks": (Scheme(smoothing="block_mean"), Scheme(channels=32)),
 }
+# Fewer keys share scales of channels than a block has.
+RUNS = {"int8-runs": (Scheme(granularity="channel", tokens=32), Scheme())}
 # The same codes, which ask for products of bytes.
 BYTES = {f"{name}*": tuple(replace(s, compute="int8") for s in SCHEMES[name]) for name in SCHEMES}
 NEEDS_VNNI = pytest.mark.skipif("avx512_vnni" not in HERE.features, reason="needs avx512_vnni")
@@ -265,7 +267,8 @@ def test_pages_splits_and_heads_change_no_bit(monkeypatch, heads, name):
 
 
 def in_pages(k, v, size):
-    """The same codes in pools, their tables by pages, and the page table."""
+    """The same codes in pools, their tables by pages, and the page table. A page has one entry of a table, or
+    one of every key."""
     made, keys = [], k.codes.shape[2]
     for x in (k, v):
         codes, table = paged(x.codes, size, unused=77)
@@ -284,16 +287,17 @@ def in_pages(k, v, size):
 @pytest.mark.parametrize(
     "name, dtype",
     [
-        *((name, torch.bfloat16) for name in ("int8", "int8-affine", "int8-blocks")),
+        *((name, torch.bfloat16) for name in ("int8", "int8-affine", "int8-blocks", "int8-runs")),
         ("int8-channel", torch.float16),
     ],
 )
 def test_reading_by_turns_changes_no_bit(monkeypatch, name, dtype, channels, block_n):
     """Of whole tensors K and V are read by turns, across splits too, of pages block after block."""
     keys, sizes = 1100, {"split": 256, "block_n": block_n}
-    q = randn(2, 2, 1, channels, dtype=dtype)
-    k, v = (quantize(randn(2, 2, keys, channels, seed=n), s) for n, s in enumerate(SCHEMES[name]))
-    made, table = in_pages(k, v, 64)
+    q = randn(2, 3, 1, channels, dtype=dtype)
+    schemes = {**SCHEMES, **RUNS}[name]
+    k, v = (quantize(randn(2, 3, keys, channels, seed=n), s) for n, s in enumerate(schemes))
+    made, table = in_pages(k, v, 32 if name in RUNS else 64)
     for seen in (
         {},
         {"window_left": 700, "window_right": 0},

@@ -1,6 +1,7 @@
 """Keys and values as codes, of at most 8 rows: device functions of the decode kernel.
 
-A block of keys is walked in a phase of K and one of V, and in each the rows of the next block are prefetched.
+A block of keys is walked in a phase of K and one of V, and in each the rows of the next block are prefetched;
+or, of one row, V of a block and K of the next are read by turns, see decode_codes_turns.py.
 Scales of channels of K are folded into Q, anew for every run of keys that share them, each prepared a run
 ahead; those of keys are copied, through pages too, and join scores and weights a vector at a time.
 """
@@ -20,7 +21,7 @@ from polyflash.quant.scheme import Codes
 device = Blocks(DECODE).device
 
 STEP, MINUS_INF, ONE = configs.STEP, 0xFF800000, 0x3F800000  # bits of float32
-SCORED = 3  # what `ready` is if the scores of the first block are made
+MADE = 3  # what `ready` is if the scores of the first block are made; no rows are listed then
 BEYOND = 1 << 40  # more keys than there are
 KEYS_AHEAD = 512  # of one head, whose scales and shifts are prefetched
 KEYS_TOGETHER = 32  # whose weighted values are summed in registers
@@ -53,8 +54,9 @@ def walk(key: CodesKey, stage: Any, list_rows: Any) -> Any:
     def attend_split(tile, k, v, key_lo, key_hi, all_lo, all_hi, state, heads, ready, beyond):
         """The keys [key_lo, key_hi) of `heads` kv heads, block by block, whatever all rows see of them; while
         one is read, the next rows of K and V are prefetched. `ready` is 1 or 2 if the rows of the first are
-        listed, in slot 0 or 1, or SCORED, as those after key_hi are afterwards, as far as there are keys
-        before `beyond`. Short blocks that one row sees whole, as it does the next, are read by turns."""
+        listed, in slot 0 or 1, or MADE, as those after key_hi are afterwards, as far as there are keys
+        before `beyond`. Short blocks that one row sees whole, as it does the next, are read by turns, and
+        nothing is prefetched or listed for those that follow."""
         args, block, block_n = tile.args, tile.block, tile.args.block_n
         ahead = greatest(KEYS_AHEAD // heads, block_n)
         k_row, v_row = word(args, K_BATCH + 2), word(args, V_BATCH + 2)
@@ -65,13 +67,13 @@ def walk(key: CodesKey, stage: Any, list_rows: Any) -> Any:
             if TURNS and block_n <= SHORT and RUN % block_n == 0:
                 turns = whole
         for i_h in range(heads):
-            if ready != SCORED:
+            if ready != MADE:
                 start_head(tile, i_h, key_lo, ahead)
         i_n, end_n = key_lo // block_n, (key_hi + block_n - 1) // block_n
         while i_n < end_n:
             first, last = greatest(i_n * block_n, key_lo), least((i_n + 1) * block_n, key_hi)
             begin, end = first // STEP * STEP, (last + STEP - 1) // STEP * STEP
-            vectors, scored = (end - begin) // KEYS, ready == SCORED
+            vectors, scored = (end - begin) // KEYS, ready == MADE
             by_turns = i_n < turns and first == i_n * block_n
             if ready == 0 or (scored and not by_turns):
                 list_both(tile, k, v, tile.k_rows, tile.v_rows, first, last)
@@ -79,7 +81,7 @@ def walk(key: CodesKey, stage: Any, list_rows: Any) -> Any:
             for i_h in range(heads):
                 stats, (own_k, own_v, later_k, later_v) = state + i_h * args.partial_bytes, lists(tile, ready)
                 if TURNS and by_turns:
-                    later_k, later_v = own_k, own_v  # no list goes on
+                    later_k, later_v = own_k, own_v  # no list goes on: requests are for rows at hand, or any
                 elif i_n < whole and first == i_n * block_n:
                     stage.list_next(own_k, later_k, k_step, own_v, later_v, v_step, block_n)
                 else:
@@ -112,7 +114,7 @@ def walk(key: CodesKey, stage: Any, list_rows: Any) -> Any:
                     stage.weigh_others(tile.addresses, tile.p, sums, vectors)
                     stage.fill(block, 1, ONE)
                     stage.accumulate_codes(own_v, tile.p, o, block, sums, count, own_v, 0)
-                ready = SCORED if by_turns else 3 - ready
+                ready = MADE if by_turns else 3 - ready
             i_n += 1
         return ready
 
@@ -147,6 +149,14 @@ def _scoring(key: CodesKey, stage: Any, entry_at: Any) -> tuple[Any, Any, Any]:
         stage.fold_query(q, shift, later)
 
     @device
+    def prepare_run(tile, q, first, last, i_h, ahead):
+        """At `q` the rows of Q for the keys [first, last), which share what is folded into them."""
+        if FOLDED:
+            fold(tile, q, first, i_h, ahead)
+        if CHANNEL_SCALES:  # after the fold, which takes what the last one left
+            scale(tile, q, last, i_h, ahead)
+
+    @device
     def score_block(tile, first, last, begin, i_h, k_rows, later, v_later, further, ahead):
         """Scores of a block and head, run by run of keys that share what is folded into Q. `v_later` are rows
         of V to be asked for meanwhile."""
@@ -161,10 +171,7 @@ def _scoring(key: CodesKey, stage: Any, entry_at: Any) -> tuple[Any, Any, Any]:
             copy_keys(tile, K_SCALE, K_TOKENS, at, first, last, i_h, WIDTH, ahead)
         while j < last:
             end = least(last, (quotient(j, run) + 1) * run) if run < BEYOND else last
-            if FOLDED:
-                fold(tile, q, j, i_h, ahead)
-            if CHANNEL_SCALES:  # after the fold, which takes what the last one left
-                scale(tile, q, end, i_h, ahead)
+            prepare_run(tile, q, j, end, i_h, ahead)
             at = j // STEP * STEP
             vectors, far = ((end + STEP - 1) // STEP * STEP - at) // KEYS, (at - begin) * 8
             s_at, scales = s + (at - begin) * ROWS * 4, tile.stage + (at - begin) * WIDTH * 4
@@ -178,10 +185,7 @@ def _scoring(key: CodesKey, stage: Any, entry_at: Any) -> tuple[Any, Any, Any]:
         """Q, and scales of keys, of a whole block and one head, whose keys share what is folded into Q."""
         if not CHANNEL_SCALES:
             copy_keys(tile, K_SCALE, K_TOKENS, tile.stage, first, last, 0, WIDTH, ahead)
-        if FOLDED:
-            fold(tile, tile.q, first, 0, ahead)
-        if CHANNEL_SCALES:
-            scale(tile, tile.q, last, 0, ahead)
+        prepare_run(tile, tile.q, first, last, 0, ahead)
 
     @device
     def start_head(tile, i_h, j, ahead):

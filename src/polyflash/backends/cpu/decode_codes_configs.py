@@ -164,8 +164,8 @@ class CodesKey(CodedKey):
         """Whether V of a short block and K of the next are read by turns: by one row of 8-bit codes whose
         sums over a row of V fit the registers. On Zen 4 in 0.75 to 0.95 of the time, and slower with
         requests (docs/results/2026-11-29-epyc-zen4-2core-codes-turns.md); on Intel slower either way."""
-        short = self.head_dim_v <= WIDTH and "int4" not in (self.k.dtype, self.v.dtype)
-        return self.rows == 1 and self.by_fours and short
+        fits = self.head_dim_v <= WIDTH and "int4" not in (self.k.dtype, self.v.dtype)
+        return self.rows == 1 and self.by_fours and fits
 
     @property
     def key_groups(self) -> int:

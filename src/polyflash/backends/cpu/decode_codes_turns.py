@@ -14,16 +14,16 @@ from polyflash.backends.cpu.simd import Emitter, Value
 
 
 class CodesTurns(CodesTile):
-    """Emissions of a tile that scores four keys at once."""
+    """The stage of a tile whose key has `by_turns`."""
 
     @stage
     def add_and_score(
         self, e: Emitter, v, v_step, pairs, o, sums, k, k_step, q, s, scales, block, vectors, factor, cap
     ) -> None:
         """`accumulate_codes` of a block of V, whose alpha is at `block`, and by turns `scores_of_codes` of as
-        many keys, all seen, whose largest is left there. Rows are so many bytes apart."""
+        many keys, all seen, whose largest is left there. Rows are `v_step` and `k_step` bytes apart."""
         b, key, fours = e.b, self.key, STEP // 4
-        ((rows, columns),) = self._walks()
+        ((rows, columns),) = self._walks()  # one, see CodesKey.by_turns
         score, change = self._score(e, e.pointer(q)), self._change_all(e, factor, cap)
         planes, weights = e.at(e.pointer(q), key.planes), key.value_groups * key.joined * key.rounded_bytes
         p_sums = b.alloca(e.vi, size=fours)

@@ -88,13 +88,15 @@ class DecodeKey:
         """Bytes by which K and V are each prefetched by turns, and by which they are once more, into the
         first cache; 0 if they are not. The quickest on Zen 4
         (docs/results/2026-11-27-epyc-zen4-2core-decode.md; several rows of bfloat16: the page above), and of
-        bfloat16 without a dot on Intel (docs/results/2026-11-29-xeon-decode-third-request.md)."""
+        bfloat16 without a dot on Intel (docs/results/2026-11-29-xeon-decode-third-request.md). Where there is
+        none the machine's own prefetchers were quicker alone
+        (docs/results/2026-11-29-epyc-zen4-2core-codes-turns.md)."""
         if self.storage == "float32":
             return 4096 if self.rows == 4 else 2048, 0
         if self.storage == "float16":
             return 4096 if self.rows > 1 else 0, 0
         if self.compute == "bf16dot":
-            return (8192, 3072) if self.rows > 2 else (1024, 0)
+            return {4: (0, 0), 8: (8192, 3072)}.get(self.rows, (1024, 0))
         return 8192, 4096 if self.rows == 1 else 2048
 
     @property
