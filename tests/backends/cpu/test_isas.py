@@ -25,6 +25,7 @@ from polyflash.backends.cpu.configs import Config, KernelKey, ScoreKey
 from polyflash.backends.cpu.decode_codes_configs import CodesKey, FloatsKey
 from polyflash.backends.cpu.decode_configs import DecodeKey
 from polyflash.backends.cpu.decode_units import sums_of_lanes
+from polyflash.backends.cpu.simd import Emitter
 from polyflash.reference import attention_reference
 
 pytest.importorskip("llvmlite")
@@ -230,7 +231,7 @@ INT8, INT4, NF4 = "int8/1x0,int8/1x0", "int4/64x1,int4/1x0", "nf4/1x0,nf4/1x0"
     "key, stages, wanted",
     [
         (CodesKey("avx512", "int8dot", "bfloat16", 1, 128, 128, INT8), CODED, ({2: 36, 3: 32}, {2: 9, 3: 8})),
-        (CodesKey("avx512", "int8dot", "bfloat16", 4, 128, 128, INT4), CODED, ({2: 8, 3: 8}, {2: 4, 3: 4})),
+        (CodesKey("avx512", "int8dot", "bfloat16", 4, 128, 128, INT4), CODED, ({2: 8, 3: 8}, {2: 3, 3: 4})),
         (CodesKey("avx2", "f32", "bfloat16", 1, 128, 128, INT8), CODED, ({2: 2}, {2: 4})),
         (FloatsKey("avx512", "f32", "float32", 1, 64, 64, NF4), ("accumulate_values",), ({2: 1},)),
     ],
@@ -239,7 +240,7 @@ INT8, INT4, NF4 = "int8/1x0,int8/1x0", "int4/64x1,int4/1x0", "nf4/1x0,nf4/1x0"
 def test_lines_of_codes_are_asked_for_once_in_each_cache(key, stages, wanted):
     """In the second, far ahead, for a single row once more, of every fourth key; on CPUs where it pays in the
     first, too, shortly before they are read. Of a loop's keys each line once, whatever the loops that share
-    them."""
+    them; of four rows a quarter of V's are asked for with the weights."""
     assert [asked(key, stage) for stage in stages] == [Counter(x) for x in wanted]
 
 
@@ -269,18 +270,39 @@ def test_one_row_of_8_bit_codes_by_turns_asks_for_nothing(rows, channels, codes,
     assert key.by_turns == by_turns and not (by_turns and asked(key, "add_and_score"))
 
 
-@pytest.mark.parametrize("rows", [2, 4, 8])
+@pytest.mark.parametrize("rows", [1, 2, 4, 8])
 @pytest.mark.parametrize("codes", [INT8, INT4])
-def test_rows_of_v_are_asked_for_once_where_weights_are_bytes(rows, codes):
-    """With the scores, with the weights, and in the walk over V. Where its rows are read whole, a line of
-    some of them is asked for once more."""
-    key = CodesKey("avx512", "int8dot", "bfloat16", rows, 128, 128, codes.replace(",", "*int8,") + "*int8")
-    assert key.lent + rows + configs.STEP // key.joined * key.rows_later == configs.STEP
-    lines, keys, more = (2 if codes == INT8 else 1), (4 if rows == 8 else 8), int(key.whole_rows)
-    assert more == (codes == INT8 and rows == 4)
-    assert asked(key, "weigh_scores") == {2: lines}
+@pytest.mark.parametrize("in_bytes", [True, False])
+def test_rows_of_v_are_asked_for_once_with_weights_and_values(rows, codes, in_bytes):
+    """A line of some rows once more. Scores that are finished among the products of the next keys have the
+    first keys in front."""
+    asks = codes.replace(",", "*int8,") + "*int8" if in_bytes and rows > 1 else codes
+    key = CodesKey("avx512", "int8dot", "bfloat16", rows, 128, 128, asks)
+    weighing, vectors = key.rows_weighing, rows * configs.STEP // key.lanes
+    assert weighing * vectors + configs.STEP // key.joined * key.rows_later == configs.STEP
+    assert (weighing > 0) != key.by_turns
+    lines, more = (2 if codes == INT8 else 1), int(key.whole_rows or rows == 1)
+    assert key.whole_rows == (codes == INT8 and rows == 4 and in_bytes)
+    assert asked(key, "weigh_scores" if key.bytes else "weigh_codes")[2] == lines * weighing
     assert asked(key, "accumulate_codes")[2] == lines * key.rows_later + more
-    assert asked(key, "scores_of_codes")[2] == lines * (keys + key.lent * keys // configs.STEP) + more
+    if key.bytes:
+        keys = 4 if rows == 8 else 8
+        assert asked(key, "scores_of_codes")[2] == (1 + key.woven) * (lines * keys + more)
+
+
+@pytest.mark.parametrize("codes", [INT8, INT4])
+def test_a_fold_goes_on_among_products(codes):
+    """Of four rows of bytes the sums of eight keys are finished in the loop over the next: the six steps of
+    their fold are each behind eight of the 64 products, and LLVM is told to leave them there."""
+    key = CodesKey("avx512", "int8dot", "bfloat16", 4, 128, 128, codes.replace(",", "*int8,") + "*int8")
+    if Emitter.in_turn.__module__ != Emitter.__module__:
+        pytest.skip("an emulation keeps no order")
+    text = emitted(key, "scores_of_codes")
+    loop = text[text.index("\nbody:") :]
+    turns = loop[: loop.index("\nthen")].split("asm sideeffect")
+    assert len(turns) == 9 and [part.count("vpdpbusd") for part in turns] == [8] * 8 + [0]
+    shuffles = [part.count("shufflevector") for part in turns]
+    assert min(shuffles[:6]) >= 2 and shuffles[6:8] == [0, 0]
 
 
 @pytest.mark.parametrize("count", [2, 4, 8, 16])
@@ -303,6 +325,12 @@ def vector(lanes: np.ndarray) -> SimpleNamespace:
 
 def asked(key: DecodeKey, stage: str) -> Counter[int]:
     """How many prefetches a stage has, by the level of the cache."""
+    levels = re.findall(r'@"llvm\.prefetch\.p0"\(.*i32 0, i32 (\d), i32 1\)', emitted(key, stage))
+    return Counter(map(int, levels))
+
+
+def emitted(key: DecodeKey, stage: str) -> str:
+    """LLVM's text of a stage."""
     from llvmlite import ir
 
     from polyflash.backends.cpu import decode_few, intrinsics
@@ -311,5 +339,4 @@ def asked(key: DecodeKey, stage: str) -> Counter[int]:
     tile = decode_few.TILES.get(type(key), DecodeTile)(key)
     (emission,) = (x for x in intrinsics.emissions(tile) if x[0] == stage)
     name, arity, emit, returns = emission
-    text = str(intrinsics.function_in(ir.Module(), name, arity, emit, key.isa, returns))
-    return Counter(map(int, re.findall(r'@"llvm\.prefetch\.p0"\(.*i32 0, i32 (\d), i32 1\)', text)))
+    return str(intrinsics.function_in(ir.Module(), name, arity, emit, key.isa, returns))

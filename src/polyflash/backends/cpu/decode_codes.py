@@ -29,10 +29,10 @@ KEYS_TOGETHER = 32  # whose weighted values are summed in registers
 
 def walk(key: CodesKey, stage: Any, list_rows: Any) -> Any:
     """A device function of 11 arguments, see `attend_split`."""
-    KEYS, VECTOR, JOINED, BYTES = key.lanes // key.rows, key.lanes * 4, key.joined, key.bytes
-    LENT, NEAR, SPARE = key.lent, key.near, key.spare
+    KEYS, VECTOR, JOINED = key.lanes // key.rows, key.lanes * 4, key.joined
+    NEAR, SPARE = key.near, key.spare
     FLOATS, TWICE, entry_at = isinstance(key, FloatsKey), key.bytes or key.split, entries()
-    TURNS, RUN = key.by_turns, key.run
+    TURNS, RUN, WHOLE, WEIGHING = key.by_turns, key.run, key.whole_rows, key.rows_weighing
     start_head, score_block, prepare_block = _scoring(key, stage, entry_at)
     weigh_block = _weighing(key, stage, entry_at)
     add_values = _adding(key, stage) if FLOATS else None
@@ -96,8 +96,7 @@ def walk(key: CodesKey, stage: Any, list_rows: Any) -> Any:
                         stage.add_addresses(later_k, own_v + (end - begin) * 8, 0, NEAR, tile.zero)
                 if not (TURNS and scored):
                     stage.fill(block, 1, MINUS_INF)
-                    values = own_v + (end - begin) // STEP * (STEP - LENT) * 8
-                    score_block(tile, first, last, begin, i_h, own_k, later_k, values, 2 * k_step, ahead)
+                    score_block(tile, first, last, begin, i_h, own_k, later_k, 2 * k_step, ahead)
                 others = weigh_block(tile, block, first, last, begin, vectors, i_h, stats, later_v, ahead)
                 o, sums, count = stats + 2 * VECTOR, block + 2 * VECTOR, (end - begin) // JOINED
                 if TURNS and by_turns:
@@ -108,8 +107,11 @@ def walk(key: CodesKey, stage: Any, list_rows: Any) -> Any:
                 elif FLOATS:
                     add_values(tile, own_v, o, block, vectors, later_v, all_lo < all_hi)
                 else:
-                    later_v += vectors * 8 if BYTES else 0
-                    stage.accumulate_codes(own_v, tile.p, o, block, sums, count, later_v, 2 * v_step)
+                    later_v += vectors * 8 * WEIGHING
+                    if WHOLE and block_n > SHORT:
+                        stage.accumulate_whole_rows(own_v, tile.p, o, block, sums, count, later_v, 2 * v_step)
+                    else:
+                        stage.accumulate_codes(own_v, tile.p, o, block, sums, count, later_v, 2 * v_step)
                 if TWICE and others != 0:
                     stage.weigh_others(tile.addresses, tile.p, sums, vectors)
                     stage.fill(block, 1, ONE)
@@ -122,9 +124,9 @@ def walk(key: CodesKey, stage: Any, list_rows: Any) -> Any:
 
 
 def _scoring(key: CodesKey, stage: Any, entry_at: Any) -> tuple[Any, Any, Any]:
-    """Three device functions of 4, 10 and 4 arguments: see `start_head`, `score_block`, `prepare_block`."""
+    """Three device functions of 4, 9 and 4 arguments: see `start_head`, `score_block`, `prepare_block`."""
     K_SCALE, K_SHIFT, K_TOKENS = DECODE.k_scale, DECODE.k_shift, key.k.scale.tokens
-    ROWS, KEYS, WIDTH, LENT = key.rows, key.lanes // key.rows, key.key_groups, key.lent
+    ROWS, KEYS, WIDTH = key.rows, key.lanes // key.rows, key.key_groups
     CHANNEL_SCALES, SHIFTED, RUN = key.scaled, key.k.shift is not None, key.run
     SHIFT_TOKENS, FOLDED = 0 if key.k.shift is None else key.k.shift.tokens, CHANNEL_SCALES or SHIFTED
     copy_keys = _copying(stage, entry_at, key.k)
@@ -157,9 +159,8 @@ def _scoring(key: CodesKey, stage: Any, entry_at: Any) -> tuple[Any, Any, Any]:
             scale(tile, q, last, i_h, ahead)
 
     @device
-    def score_block(tile, first, last, begin, i_h, k_rows, later, v_later, further, ahead):
-        """Scores of a block and head, run by run of keys that share what is folded into Q. `v_later` are rows
-        of V to be asked for meanwhile."""
+    def score_block(tile, first, last, begin, i_h, k_rows, later, further, ahead):
+        """Scores of a block and head, run by run of keys that share what is folded into Q."""
         args, s, j, run = tile.args, tile.s, first, BEYOND
         q, top = tile.q + i_h * args.q_tile, tile.block
         if RUN > 0:
@@ -175,9 +176,9 @@ def _scoring(key: CodesKey, stage: Any, entry_at: Any) -> tuple[Any, Any, Any]:
             at = j // STEP * STEP
             vectors, far = ((end + STEP - 1) // STEP * STEP - at) // KEYS, (at - begin) * 8
             s_at, scales = s + (at - begin) * ROWS * 4, tile.stage + (at - begin) * WIDTH * 4
-            keys, values = (k_rows + far, q, s_at, top, vectors), v_later + far * LENT // STEP
-            seen, change = (tile.limits, at), (args.score_factor, args.score_cap)
-            stage.scores_of_codes(*keys, *seen, *change, scales, later + far, values, further)
+            keys, seen = (k_rows + far, q, s_at, top, vectors), (tile.limits, at)
+            change = (args.score_factor, args.score_cap)
+            stage.scores_of_codes(*keys, *seen, *change, scales, later + far, further)
             j = end
 
     @device
@@ -200,8 +201,8 @@ def _scoring(key: CodesKey, stage: Any, entry_at: Any) -> tuple[Any, Any, Any]:
 
 def _weighing(key: CodesKey, stage: Any, entry_at: Any) -> Any:
     """A device function of 10 arguments that makes the scores of a block weights of its codes; it returns
-    whether it leaves others: of the other sign, if weights are bytes, or parts of steps. Bytes prefetch rows
-    of V that are read `later`."""
+    whether it leaves others: of the other sign, if weights are bytes, or parts of steps. Rows of V that are
+    read `later` are prefetched."""
     VECTOR, BYTES, SPLIT, FLOATS = key.lanes * 4, key.bytes, int(key.split), isinstance(key, FloatsKey)
     V_SCALE, V_SHIFT, V_TOKENS = DECODE.v_scale, DECODE.v_shift, key.v.scale.tokens
     WIDTH, KEY_WIDTH, SHIFTED = key.live_groups, key.key_groups, key.v.shift is not None
@@ -229,7 +230,7 @@ def _weighing(key: CodesKey, stage: Any, entry_at: Any) -> Any:
         stage.online_softmax(s, vectors, block, stats, scale)
         if FLOATS:
             return 0
-        stage.weigh_codes(s, held, p, sums, vectors, scales, scales + size)
+        stage.weigh_codes(s, held, p, sums, vectors, scales, scales + size, later)
         return SPLIT
 
     return weigh_block

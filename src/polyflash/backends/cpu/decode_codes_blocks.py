@@ -13,218 +13,23 @@ or to a row, block and scale of V's channels. The denominator sums the weights b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import product
-from typing import Any, TypeAlias
+from typing import Any
 
 from llvmlite import ir
 
 from polyflash.backends.cpu.address_lists import PREFETCH_LEVEL
-from polyflash.backends.cpu.configs import LINE, STEP
-from polyflash.backends.cpu.decode_codes_integers import PARTS, Integers, Line
-from polyflash.backends.cpu.decode_units import sums_of_lanes
+from polyflash.backends.cpu.configs import LINE
+from polyflash.backends.cpu.decode_codes_integers import PARTS
+from polyflash.backends.cpu.decode_codes_scores import Scores
 from polyflash.backends.cpu.intrinsics import stage
 from polyflash.backends.cpu.simd import F32, I32, I64, Emitter, Value
 from polyflash.quant.scheme import per_word
 
-# Of the rows of some keys, of later rows, and of the scales; and how many bytes on those read after them are.
-Places: TypeAlias = tuple[Value, Value, Value, Value]
 ROWS_AT_ONCE, SUMS = 4, 16  # rows that share a walk over V, and their sums in registers
 
 
-class CodesTile(Integers):
+class CodesTile(Scores):
     """Emissions for one key. Methods named as the stages they emit."""
-
-    # S = K·Q
-    @stage
-    def scores_of_codes(
-        self,
-        e: Emitter,
-        k_rows,
-        q,
-        s,
-        top,
-        groups,
-        limits,
-        key,
-        factor,
-        cap,
-        scales,
-        later,
-        v_later,
-        further,
-    ) -> None:
-        """`scores` of the integers of Q at `q`; `scales` are those of keys, if K has any. Meanwhile the
-        `later` rows of K, and of V, are prefetched, and of some rows a line `further` bytes on."""
-        b, p_limits, planes = e.b, e.pointer(limits), e.at(e.pointer(q), self.key.planes)
-        lo, width = e.load(p_limits, 0, e.vi), e.load(p_limits, e.bytes, e.vi)
-        in_group = ir.Constant(e.vi, [lane // self.rows for lane in range(self.lanes)])
-        first = b.add(e.splat(b.trunc(key, I32)), in_group)
-        last = b.add(first, e.splat(b.trunc(b.mul(b.sub(groups, I64(1)), I64(self.keys)), I32)))
-        hidden = (b.icmp_unsigned(">=", b.sub(x, lo), width) for x in (first, last))
-        careful = e.any_lane(b.or_(*hidden))
-        score, change = self._score(e, e.pointer(q)), self._change_all(e, factor, cap)
-        together = max(1, 4 * self.fours // self.keys) if self.key.by_fours else 1  # vectors of scores
-        sums_of = self._sums_by_fours if self.key.by_fours else self._sums_by_key(e)
-        keys = together * self.keys
-        lent, width_of_scales = self.key.lent * keys // STEP, 4 * self.key.key_groups
-
-        def group(i: Value, values: list[Value]) -> list[Value]:
-            p_rows, p_s, largest, at, p_later, p_scales, p_values = values
-            value_lines = self._lines(self.key.v, self.key.head_dim_v)
-            values_later = self._far(p_values, range(lent), value_lines)
-            made = sums_of(e, (p_rows, p_later, p_scales, further), planes, values_later)
-            made = [score(*x, e.at(p_scales, j * self.keys * width_of_scales)) for j, x in enumerate(made)]
-            ids = [b.add(at, e.ints(j * self.keys)) for j in range(together)]
-
-            def masked(x: list[Value]) -> list[Value]:
-                return [e.apply_mask(y, b.sub(n, lo), width) for y, n in zip(x, ids, strict=True)]
-
-            for j, x in enumerate(e.where(careful, change(made), masked)):
-                e.store(x, p_s, j * e.bytes)
-                largest = e.maximum(x, largest)
-            at, p_s = b.add(at, e.ints(keys)), e.at(p_s, together * e.bytes)
-            p_rows, p_later, p_scales = (
-                e.at(p, keys * n) for p, n in ((p_rows, 8), (p_later, 8), (p_scales, width_of_scales))
-            )
-            return [p_rows, p_s, largest, at, p_later, p_scales, e.at(p_values, lent * 8)]
-
-        p_top = e.pointer(top)
-        places = (e.pointer(x) for x in (later, scales, v_later))
-        start = [e.pointer(k_rows), e.pointer(s), e.load(p_top), first, *places]
-        e.store(e.loop(b.udiv(groups, I64(together)), start, group)[2], p_top)
-
-    def _score(self, e: Emitter, tile: Value) -> Callable[..., Value]:
-        """Make what gives scores of the integers of a vector and of the scales of its keys."""
-        b, key = e.b, self.key
-        unit, shift = (e.load(tile, key.query_stats + i * e.bytes) for i in range(2))
-        more = [e.load(tile, key.query_stats + i * e.bytes, e.vi) for i in range(2, 3 + key.split)]
-
-        def score(*sums_and_scales: Value) -> Value:
-            *sums, p_scales = sums_and_scales
-            x, *rest = (b.sitofp(b.sub(y, z), e.vf) for y, z in zip(sums, more, strict=True))
-            x, factor = e.fma(rest[0], e.floats(1 / PARTS), x) if rest else x, unit
-            if key.k.scale.channels == 0:
-                factor = b.fmul(unit, self._of_keys(e, p_scales))
-            return b.fmul(x, factor) if key.k.shift is None else e.fma(x, factor, shift)
-
-        return score
-
-    def _sums_by_key(self, e: Emitter) -> Callable[..., list[list[Value]]]:
-        """Make what gives the sums of a vector of scores, key by key: by steps of Q, and by parts."""
-        sets, kind, width = 1 + self.key.split, self._sums(e), 4 * self.key.key_groups
-        p_sums = e.b.alloca(kind, size=self.lanes * sets) if self.rows == 1 else None
-
-        def sums_of(e: Emitter, of_keys: Places, planes: Value, lines: list[Line]) -> list[list[Value]]:
-            p_rows, p_later, p_scales, _ = of_keys
-            sums: list[Value] = []
-            self._ask_lines(e, lines)
-            if self.rows == 1:
-                places = (p_rows, 8), (p_later, 8), (p_sums, sets * e.bytes), (p_scales, width)
-                with e.walk(self.keys, *places, rolled=True) as (p_row, p_next, p_sum, scales):
-                    self._ask_lines(e, self._keys_ahead(p_row, p_next, range(1)))
-                    row = e.pointer(e.load(p_row, 0, I64))
-                    for i, x in enumerate(self._products(e, row, planes, scales)):
-                        e.store(x, p_sum, i * e.bytes)
-                sums = [e.load(p_sums, n * e.bytes, kind) for n in range(self.lanes * sets)]
-            for j in range(self.keys if self.rows > 1 else 0):
-                self._ask_lines(e, self._keys_ahead(p_rows, p_later, [j]))
-                row = e.pointer(e.load(p_rows, 8 * j, I64))
-                sums += self._products(e, row, planes, e.at(p_scales, j * width))
-            return [[sums_of_lanes(e, self._of_set(sums, i)) for i in range(sets)]]
-
-        return sums_of
-
-    def _keys_ahead(self, rows: Value, later: Value, entries: Sequence[int]) -> list[Line]:
-        """Lines of K to be prefetched with these entries of a list."""
-        lines = self._lines(self.key.k, self.key.head_dim)
-        return self._far(later, entries, lines) + self._near(rows, entries, lines)
-
-    def _sums(self, e: Emitter) -> ir.Type:
-        return e.vi
-
-    def _of_set(self, sums: list[Value], i: int) -> list[Value]:
-        """Those of `_products` of some keys, by whole steps of Q or by parts."""
-        each = self.rows * (1 + self.key.split)
-        return [x for n, x in enumerate(sums) if n % each // self.rows == i]
-
-    def _sums_by_fours(
-        self, e: Emitter, of_keys: Places, planes: Value, lines: list[Line]
-    ) -> list[tuple[Value, ...]]:
-        """`_of_fours` by whole steps of Q, and by parts; of one row as often as fills a vector of scores."""
-        p_rows, p_later, _, further = of_keys
-        key_lines, many = self._lines(self.key.k, self.key.head_dim), 4 * self.fours
-        sets: list[list[list[Value]]] = [[] for _ in range(1 + self.key.split)]
-        for first in range(0, max(many, self.keys), many):
-            keys = range(first, first + many)
-            soon, late = self._near(p_rows, keys, key_lines), self._further(p_rows, keys, further)
-            lines = evenly(self._far(p_later, keys, key_lines), soon, late, lines)
-            rows = [e.pointer(e.load(p_rows, 8 * j, I64)) for j in keys]
-            for i, made in enumerate(sets):
-                made += self._of_fours(e, rows, e.at(planes, i * self.key.finer), [] if i else lines)
-            lines = []
-        if self.rows == 1:
-            return [tuple(sums_of_lanes(e, [x for (x,) in made]) for made in sets)]
-        by_row = ([y for x in made for y in self._by_key_and_row(e, x)] for made in sets)
-        return [*zip(*by_row, strict=True)]
-
-    def _of_fours(self, e: Emitter, rows: list[Value], planes: Value, lines: list[Line]) -> list[list[Value]]:
-        """The integers of the scores of four keys or eight, by fours and rows. The 32-bit columns of every
-        128 bits of theirs are transposed, so that a lane sums products of one key: only lanes of a key 128
-        bits apart are left to be added, of each row once for the four. `lines` are prefetched among the
-        products, as far as LLVM leaves them there: in front of them the rows at hand would wait behind what
-        comes from memory."""
-        codes, step = self.key.k, self._step(self.key.k)
-        fours, units = range(self.fours), self._units_of(self.key.k, self.key.head_dim)
-        sums = [[[e.ints(0)] * self.pieces] * self.rows for _ in fours]
-        turns = len(units) * 4 * step
-        words = [self._words(e, row, codes, self.key.head_dim, 0) for row in rows]
-        for u in units:
-            x = words
-            if u + 1 < len(units):  # in front of this unit's prefetches
-                words = [self._words(e, row, codes, self.key.head_dim, u + 1) for row in rows]
-            turned = [
-                self._transposed(e, [e.b.bitcast(y, e.vi) for y in x[4 * f : 4 * f + 4]]) for f in fours
-            ]
-            for j, n in product(range(4), range(step)):
-                done = (u * 4 + j) * step + n
-                parts = [self._parts(e, e.b.bitcast(turned[f][j], self.words), codes, n) for f in fours]
-                for r in range(self.rows):
-                    place = (((u * step + n) * 4 + j) * self.rows + r) * e.bytes
-                    y = self._query(e, planes, place)
-                    for f in fours:
-                        sums[f][r] = self._add_dots(e, sums[f][r], parts[f], y)
-                self._ask_lines(e, lines[len(lines) * done // turns : len(lines) * (done + 1) // turns])
-        return [[self._whole(e, x) for x in some] for some in sums]
-
-    def _by_key_and_row(self, e: Emitter, x: list[Value]) -> list[Value]:
-        """Vectors of scores [key][row] of four keys; x[row] has parts of their sums as [128 bits][key]."""
-        n, blocks, made = self.lanes, self.lanes // 4, []
-        for first in range(0, self.rows, blocks):
-            made.append(sums_of_lanes(e, x[first : first + blocks]))
-        both, places = self._joined(e, made), [(key, row) for key in range(4) for row in range(self.rows)]
-        order = [row // blocks * n + row % blocks * 4 + key for key, row in places]
-        return [e.shuffle(both, both, order[i : i + n]) for i in range(0, len(order), n)]
-
-    def _of_keys(self, e: Emitter, p: Value, group: int = 0, groups: int = 1) -> Value:
-        """The floats of as many keys as a vector of scores has, each in the lanes of its key; of the `groups`
-        of each key, one."""
-        x = e.load(p, 0, ir.VectorType(F32, self.keys * groups))
-        return e.shuffle(x, x, [lane // self.rows * groups + group for lane in range(self.lanes)])
-
-    def _products(self, e: Emitter, row: Value, planes: Value, scales: Value) -> list[Value]:
-        """A vector of partial sums of one key for every row of Q; then those by parts of a step."""
-        codes, step, sets = self.key.k, self._step(self.key.k), range(1 + self.key.split)
-        sums = [[e.ints(0)] * self.pieces] * (self.rows * len(sets))
-        for u in self._units_of(codes, self.key.head_dim):
-            x = self._words(e, row, codes, self.key.head_dim, u)
-            for n in range(step):
-                parts = self._parts(e, x, codes, n)
-                for i, r in product(sets, range(self.rows)):
-                    at = ((u * step + n) * self.rows + r) * e.bytes + i * self.key.finer
-                    own = i * self.rows + r
-                    sums[own] = self._add_dots(e, sums[own], parts, self._query(e, planes, at))
-        return [self._whole(e, x) for x in sums]
 
     # weights
     @stage
@@ -258,16 +63,17 @@ class CodesTile(Integers):
             e.store(e.widen(e.load(entry, 0, kind.element), storage), to)
 
     @stage
-    def weigh_codes(self, e: Emitter, weights, floats, pairs, sums, vectors, scales, shifts) -> None:
+    def weigh_codes(self, e: Emitter, weights, floats, pairs, sums, vectors, scales, shifts, later) -> None:
         """Weights of V's codes: of every group of channels, those of the keys times their scales, as pairs of
         integers [two keys][row][group]; and at `sums` vectors of their steps, of what is added to all
-        channels, and of what the middles of codes add to sums."""
+        channels, and of what the middles of codes add to sums. Some rows of V that are read later are
+        prefetched."""
         b, live = e.b, self.key.live_groups
         step, shifted = 4 * self.keys * live, self.key.v.shift is not None
         zeros = [e.ints(0)] * live
 
         def scaled(i: Value, x: list[Value]) -> list[Value]:
-            p_w, p_held, p_scale, p_shift, *tops = x
+            p_later, p_w, p_held, p_scale, p_shift, *tops = x
             w = e.load(p_w)
             unseen, totals = b.icmp_signed("<", b.bitcast(w, e.vi), e.ints(0)), tops[live:]
             for g in range(live):
@@ -279,10 +85,10 @@ class CodesTile(Integers):
                     totals[g] = e.fma(w, moved, totals[g])
             p_shift = e.at(p_shift, step) if shifted else p_shift
             further = [e.at(p_w, e.bytes), e.at(p_held, live * e.bytes), e.at(p_scale, step)]
-            return [*further, p_shift, *tops[:live], *totals]
+            return [self._ask_weighing(e, p_later), *further, p_shift, *tops[:live], *totals]
 
-        start = [e.pointer(x) for x in (weights, floats, scales, shifts)]
-        out = e.loop(vectors, [*start, *zeros, *[e.floats(0)] * live], scaled)[4:]
+        start = [e.pointer(x) for x in (later, weights, floats, scales, shifts)]
+        out = e.loop(vectors, [*start, *zeros, *[e.floats(0)] * live], scaled)[5:]
         known = [self._steps(e, self._across_keys(e, top, e.smax), self.most_weight) for top in out[:live]]
         added = [self._across_keys(e, x, b.fadd) for x in out[live:]]
         self._in_integers(e, (floats, pairs, sums, vectors), known, added, self.key.split)
@@ -354,7 +160,15 @@ class CodesTile(Integers):
     def accumulate_codes(self, e: Emitter, v_rows, pairs, o, alpha, sums, count, later, further) -> None:
         """`count` times as many keys as are joined, whose sums are made apart and then added. Meanwhile the
         `later` rows are prefetched, and of some rows a line `further` bytes on."""
-        walks, args = self._walks(), (v_rows, pairs, o, alpha, sums, count, later)
+        self._all_columns(e, (v_rows, pairs, o, alpha, sums, count, later), further, self._walks())
+
+    @stage
+    def accumulate_whole_rows(self, e: Emitter, v_rows, pairs, o, alpha, sums, count, later, further) -> None:
+        """`accumulate_codes` with twice as many sums in a walk: see `whole_rows` of the key."""
+        walks = self._walks(2 * SUMS)
+        self._all_columns(e, (v_rows, pairs, o, alpha, sums, count, later), further, walks)
+
+    def _all_columns(self, e: Emitter, args: Any, further: Value, walks: Any) -> None:
         rows_later, of_row = range(self.key.rows_later), self._lines(self.key.v, self.key.head_dim_v)
         lines, read = [(j, byte) for j in rows_later for byte in of_row], set[int]()
         for n, (own, some) in enumerate(walks):
@@ -422,11 +236,11 @@ class CodesTile(Integers):
                     place = (u * self.rows + r) * self.parts * e.bytes + (2 * n + half) * e.bytes
                     e.store(e.fma(shrink, e.load(p_o, place), x), p_o, place)
 
-    def _walks(self) -> list[tuple[range, list[tuple[int, int]]]]:
+    def _walks(self, most: int = SUMS) -> list[tuple[range, list[tuple[int, int]]]]:
         """Rows, and units and parts of V's words, whose sums are made in one walk over the keys."""
         units, rows = self._units_of(self.key.v, self.key.head_dim_v), min(self.rows, ROWS_AT_ONCE)
         columns = [(u, n) for u in units for n in range(per_word(self.key.v))]
-        many = min(len(columns), max(1, SUMS * (1 + self.key.whole_rows) // (2 * rows * self.pieces)))
+        many = min(len(columns), max(1, most // (2 * rows * self.pieces)))
         firsts = [(row, at) for row in range(0, self.rows, rows) for at in range(0, len(columns), many)]
         return [(range(row, row + rows), columns[at : at + many]) for row, at in firsts]
 
@@ -471,9 +285,3 @@ class CodesTile(Integers):
             block, place = divmod(word, 8)
             order.append((2 * part + place // 4) * n + 4 * block + place % 4)
         return e.shuffle(y, y, order)
-
-
-def evenly(*lists: list[Line]) -> list[Line]:
-    """All of some lists in one, each spread over the whole of it."""
-    placed = [(i / len(some), x) for some in lists for i, x in enumerate(some)]
-    return [x for _, x in sorted(placed, key=lambda y: y[0])]

@@ -108,7 +108,13 @@ class BytesTile(Bytes, ByteWeights):
 
     def _part(self, e: Emitter, x: Value, codes: Codes, n: int) -> Value:
         """The n-th code of every byte, more than its value by its middle."""
-        return e.b.xor(x, self._every(0x80)) if codes.dtype == "int8" else self._nibbles(e, x, n)
+        if codes.dtype == "int8":
+            return e.b.xor(x, self._every(0x80))
+        if n:  # LLVM shifts bytes by one instruction, of units that Zen has for products
+            halves = e.b.bitcast(x, self.halves)
+            halves = e.b.lshr(halves, ir.Constant(self.halves, [4] * self.halves.count))
+            x = e.b.bitcast(halves, self.words)
+        return self._nibbles(e, x, 0)
 
     def _counted(self, e: Emitter, total: Value, whole: list[Value], parts: list[Value]) -> Value:
         for part in parts:

@@ -160,6 +160,13 @@ class CodesKey(CodedKey):
         return self.rows >= 4 or (self.rows == 1 and self.halves and narrow and not self.split)
 
     @property
+    def woven(self) -> bool:
+        """Whether scores of some keys are finished among the products of the next: where registers hold both.
+        On Zen 4 the scores of four rows take 0.79 to 0.88 of the time, on Intel as long:
+        docs/results/2026-11-30-epyc-zen4-2core-woven-scores.md."""
+        return self.bytes and self.rows == 4
+
+    @property
     def by_turns(self) -> bool:
         """Whether V of a short block and K of the next are read by turns: by one row of 8-bit codes whose
         sums over a row of V fit the registers. On Zen 4 in 0.75 to 0.95 of the time, and slower with
@@ -179,21 +186,22 @@ class CodesKey(CodedKey):
         return min((n for n in tables if n), default=0)
 
     @property
-    def lent(self) -> int:
-        """Rows of V per STEP keys of products of bytes that are prefetched with the scores: what is neither
-        with the weights, one per vector, nor in the walk over V. The more evenly, the less memory waits."""
-        return STEP // 2 - self.rows if self.bytes else 0
+    def rows_weighing(self) -> int:
+        """Rows of V that are prefetched with a vector of weights: of up to four rows a quarter of all. The
+        more evenly requests come, the less memory waits."""
+        return max(1, self.lanes // (4 * self.rows)) if self.joined == 4 and not self.by_turns else 0
 
     @property
     def rows_later(self) -> int:
-        """Rows of V that are prefetched while the values of those that are joined are added: all, or half of
-        them if they are so with scores and weights, too."""
-        return self.joined // 2 if self.bytes else self.joined
+        """Rows of V that are prefetched while the values of those that are joined are added: all others."""
+        return self.joined - self.joined * self.rows_weighing * self.rows // self.lanes
 
     @property
     def whole_rows(self) -> bool:
-        """Whether a walk over V has twice as many sums, some in memory: of 8-bit codes and four rows one
-        walk over 128 channels is quicker than two: docs/results/2026-11-29-xeon-decode-whole-rows.md."""
+        """Whether a walk over V of a long block has twice as many sums, some in memory: of 8-bit codes and
+        four rows one walk over 128 channels is quicker than two on Intel
+        (docs/results/2026-11-29-xeon-decode-whole-rows.md), but not on Zen 4, which has short blocks
+        (docs/results/2026-11-30-epyc-zen4-2core-woven-scores.md)."""
         return self.bytes and self.rows == 4 and KINDS[self.v.dtype].bits == 8
 
     @property

@@ -348,6 +348,12 @@ class Integers(DecodeTile):
         wanted = self.key.whole_rows or (self.rows == 1 and self.key.near and self.key.by_fours)
         return [(rows, n, distance, PREFETCH_LEVEL) for n in entries[:1] if wanted]
 
+    def _ask_weighing(self, e: Emitter, later: Value) -> Value:
+        """Prefetch what a vector of weights is to, and say where the rows of the next are listed."""
+        many = self.key.rows_weighing
+        self._ask_lines(e, self._far(later, range(many), self._lines(self.key.v, self.key.head_dim_v)))
+        return e.at(later, 8 * many)
+
     def _ask_lines(self, e: Emitter, lines: Sequence[Line]) -> None:
         """Prefetches lines of rows in lists of addresses."""
         for rows, n, byte, level in lines:

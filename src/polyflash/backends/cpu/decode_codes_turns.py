@@ -42,7 +42,7 @@ class CodesTurns(CodesTile):
 
             with e.walk(fours, (p_sums, e.bytes), rolled=True, carried={"k": turn.k}) as keys:
                 k_rows, keys.k = four(keys.k, k_step)
-                e.store(self._of_fours(e, k_rows, planes, [])[0][0], keys.pointers[0])
+                e.store(self._of_fours(e, k_rows, planes, [])[0], keys.pointers[0])
             turn.k = keys.k
             total = sums_of_lanes(e, [e.load(p_sums, n * e.bytes, e.vi) for n in range(fours)])
             (x,) = change([score(total, p_scales)])

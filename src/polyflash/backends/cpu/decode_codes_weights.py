@@ -40,14 +40,14 @@ class ByteWeights(CodesTile):
         later,
     ) -> Value:
         """`online_softmax` and `weigh_codes` of the weights that are positive; returns whether any is not.
-        Those are left at `floats`. With every vector a row of V that is read later is prefetched."""
+        Those are left at `floats`. With every vector some rows of V that are read later are prefetched."""
         b, live, shifted = e.b, self.key.live_groups, self.key.v.shift is not None
         alpha, m_safe = self._new_maximum(e, block, stats, scale_bits)
         scale, step = e.splat(e.float_bits(scale_bits)), 4 * self.keys * live
 
         def scaled(i: Value, x: list[Value]) -> list[Value]:
             p_later, p_s, p_held, p_scale, p_shift, total, *tops = x
-            self._ask_lines(e, self._far(p_later, range(1), self._lines(self.key.v, self.key.head_dim_v)))
+            p_later = self._ask_weighing(e, p_later)
             d = b.fmul(b.fsub(e.load(p_s), m_safe), scale)
             seen = b.fcmp_unordered(">", d, e.floats(FLOOR))
             weight = self._power_of_seen(e, d, seen)
@@ -62,7 +62,7 @@ class ByteWeights(CodesTile):
                     moved = e.fma(weight, self._of_keys(e, p_shift, g, live), totals[g])
                     totals[g] = b.select(seen, moved, totals[g])
             further = [
-                e.at(p_later, 8),
+                p_later,
                 e.at(p_s, e.bytes),
                 e.at(p_held, live * e.bytes),
                 e.at(p_scale, step),

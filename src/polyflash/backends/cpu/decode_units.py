@@ -8,8 +8,9 @@ ones, until `_narrow`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import product
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from llvmlite import ir
 
@@ -134,38 +135,71 @@ def far(row: Value) -> Later:
     return [(row, PREFETCH_LEVEL)]
 
 
+class Fold:
+    """Sums over lanes: of each `many` vectors one, whose lane i is the sum of all lanes of the i-th. A step
+    folds two vectors into one: of each lane pair a distance apart, one vector's sum goes to the lower and the
+    other's to the upper. With fewer vectors than lanes a lane is a sum of some of theirs, which a second fold
+    `within` so many lanes completes.
+
+    Each step waits for the last. Behind products they would fill what a core has for instructions that wait,
+    and the products of what follows, which need not, would come late: so they may be taken among those."""
+
+    def __init__(self, e: Emitter, x: Sequence[Value], many: int, within: int = 0) -> None:
+        self.e, self.x, self.many = e, list[Value | None](x), many
+        steps = _steps(e.lanes, many, within or e.lanes)
+        self.steps = [(i + u, i + v, by) for i in range(0, len(x), many) for u, v, by in steps]
+
+    def made(self) -> list[Value]:
+        """The vector of every `many`, by the steps that are left."""
+        while self.steps:
+            self._step()
+        return self.x[:: self.many]
+
+    def among(self, products: list[Value]) -> list[Value]:
+        """A step, if one is left, and `products`, which LLVM leaves where they are emitted."""
+        if self.steps:
+            self._step()
+        live = [i for i, x in enumerate(self.x) if x is not None]
+        held = self.e.in_turn([*products, *(self.x[i] for i in live)])
+        for i, x in zip(live, held[len(products) :], strict=True):
+            self.x[i] = x
+        return held[: len(products)]
+
+    def _step(self) -> None:
+        (u, v, orders), *self.steps = self.steps
+        own, other = (self.e.shuffle(self.x[u], self.x[v], order) for order in orders)
+        add = self.e.b.fadd if own.type == self.e.vf else self.e.b.add
+        self.x[u], self.x[v] = add(own, other), None
+
+
 def sums_of_lanes(e: Emitter, x: list[Value], within: int = 0) -> Value:
-    """Lane i is the sum of all lanes of x[i]; as many vectors as lanes. Each step folds two vectors into one:
-    of each lane pair `distance` apart, one vector's sum goes to the lower and the other's to the upper. With
-    fewer vectors a lane is a sum of some of theirs, which a second call `within` so many lanes completes."""
-    n, distance = e.lanes, within or e.lanes
-    add = e.b.fadd if x[0].type == e.vf else e.b.add
-    if distance == 16 and len(x) in (4, 16):
-        return _sums_of_blocks(e, x, add)
-    while len(x) > 1:
-        distance //= 2
-        own = [lane if lane & distance == 0 else n + lane for lane in range(n)]
-        other = [(lane ^ distance) + (n if lane & distance else 0) for lane in range(n)]
-        half = len(x) // 2
-        pairs = zip(x[:half], x[half:], strict=True)
-        x = [add(*(e.shuffle(u, v, order) for order in (own, other))) for u, v in pairs]
-    return x[0]
+    """One vector of all, see `Fold`."""
+    return Fold(e, x, len(x), within).made()[0]
 
 
-def _sums_of_blocks(e: Emitter, x: list[Value], add: Callable[[Value, Value], Value]) -> Value:
-    """The same sums of 4 or 16 vectors, in the same order, by shuffles of 512 bits whose orders are part of
-    an instruction, not read from memory."""
+@cache
+def _steps(lanes: int, many: int, distance: int) -> list[tuple[int, int, Any]]:
+    """Steps of `many` vectors: the two that each folds, into the first, and the lanes of both it adds up."""
 
     def blocks(*chosen: int) -> list[int]:
         return [4 * block + lane for block in chosen for lane in range(4)]
 
-    low = [4 * block + lane + half for block in range(4) for lane in (0, 1) for half in (0, 16)]
-    pairs = low, [lane + 2 for lane in low]
-    some = len(x) // 4
-    x = [*x[:some], *x[2 * some : 3 * some], *x[some : 2 * some], *x[3 * some :]]  # lanes stand in order then
-    orders = (blocks(0, 1, 4, 5), blocks(2, 3, 6, 7)), (blocks(0, 2, 4, 6), blocks(1, 3, 5, 7)), pairs, pairs
-    for own, other in orders[: 2 if some == 1 else 4]:
-        half = len(x) // 2
-        both = zip(x[:half], x[half:], strict=True)
-        x = [add(e.shuffle(u, v, own), e.shuffle(u, v, other)) for u, v in both]
-    return x[0]
+    places, orders = list(range(many)), []
+    if distance == 16 and many in (4, 16):
+        # Shuffles of 512 bits whose orders are part of an instruction, not read from memory; of vectors in an
+        # order by which the lanes come to stand as by the others.
+        low = [4 * block + lane + half for block in range(4) for lane in (0, 1) for half in (0, 16)]
+        orders = [(blocks(0, 1, 4, 5), blocks(2, 3, 6, 7)), (blocks(0, 2, 4, 6), blocks(1, 3, 5, 7))]
+        orders += [(low, [lane + 2 for lane in low])] * (2 if many == 16 else 0)
+        places = [quarter * many // 4 + i for quarter in (0, 2, 1, 3) for i in range(many // 4)]
+    while 2 ** len(orders) < many:
+        distance //= 2
+        own = [lane if lane & distance == 0 else lanes + lane for lane in range(lanes)]
+        other = [(lane ^ distance) + (lanes if lane & distance else 0) for lane in range(lanes)]
+        orders.append((own, other))
+    steps = []
+    for by in orders:
+        half = len(places) // 2
+        steps += [(u, v, by) for u, v in zip(places[:half], places[half:], strict=True)]
+        places = places[:half]
+    return steps
