@@ -73,11 +73,11 @@ def coded(name, *shape, dims_v=None, bias=True, lens=None):
     return tuple(quantize(x, s, lens=lens) for x, s in zip((k, v), {**SCHEMES, **BYTES}[name], strict=True))
 
 
-def level_a(got, q, k, v, label, **options):
+def level_a(got, q, k, v, label, block_n=0, **options):
     """By testing.md §3.1: against float64 of the values that the codes stand for; if products are of bytes,
     of those that their emulation makes."""
     if k.form.compute == "int8":
-        block_n = decode_configs.choose(spec_of(q, k, v), HERE).block_n
+        block_n = block_n or decode_configs.choose(spec_of(q, k, v), HERE).block_n
         check(*got, expected_of_few_rows(q, k, v, block_n, **options)[0], label=label, options=options)
         return
     values = [x.values(torch.float64) for x in (k, v)]
@@ -126,6 +126,15 @@ def test_products_of_bytes_are_their_emulation(name, heads, kv_heads, rows, dims
         v.scale[:, :, ::3] *= -1
         v.scale[:, :, 5::7] = 0
         level_a(decode(q, k, v, split=128), q, k, v, f"{name} signs")
+
+
+@NEEDS_VNNI
+@pytest.mark.parametrize("name", ("int8*", "int8-blocks*"))
+@pytest.mark.parametrize("block_n", (64, 128))
+def test_blocks_whose_v_is_walked_once_or_twice_are_their_emulation(name, block_n):
+    k, v = coded(name, 2, 2, 333, 128)
+    q = randn(2, 8, 1, 128).to(torch.bfloat16)
+    level_a(decode(q, k, v, split=128, block_n=block_n), q, k, v, f"{name} {block_n}", block_n)
 
 
 @NEEDS_VNNI

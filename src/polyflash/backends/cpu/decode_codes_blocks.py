@@ -169,6 +169,7 @@ class CodesTile(Scores):
         self._all_columns(e, (v_rows, pairs, o, alpha, sums, count, later), further, walks)
 
     def _all_columns(self, e: Emitter, args: Any, further: Value, walks: Any) -> None:
+        """`accumulate_codes` in these walks over the keys."""
         rows_later, of_row = range(self.key.rows_later), self._lines(self.key.v, self.key.head_dim_v)
         lines, read = [(j, byte) for j in rows_later for byte in of_row], set[int]()
         for n, (own, some) in enumerate(walks):

@@ -110,7 +110,7 @@ class BytesTile(Bytes, ByteWeights):
         """The n-th code of every byte, more than its value by its middle."""
         if codes.dtype == "int8":
             return e.b.xor(x, self._every(0x80))
-        if n:  # LLVM shifts bytes by one instruction, of units that Zen has for products
+        if n:  # LLVM shifts bytes by `vgf2p8affineqb`, which takes units of Zen's that products need
             halves = e.b.bitcast(x, self.halves)
             halves = e.b.lshr(halves, ir.Constant(self.halves, [4] * self.halves.count))
             x = e.b.bitcast(halves, self.words)

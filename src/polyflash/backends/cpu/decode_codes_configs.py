@@ -187,8 +187,8 @@ class CodesKey(CodedKey):
 
     @property
     def rows_weighing(self) -> int:
-        """Rows of V that are prefetched with a vector of weights: of up to four rows a quarter of all. The
-        more evenly requests come, the less memory waits."""
+        """Rows of V that are prefetched with a vector of weights: a quarter of all, half of them if q has
+        eight rows; none by turns, or of pairs of keys. Even requests leave memory least idle."""
         return max(1, self.lanes // (4 * self.rows)) if self.joined == 4 and not self.by_turns else 0
 
     @property
@@ -200,8 +200,8 @@ class CodesKey(CodedKey):
     def whole_rows(self) -> bool:
         """Whether a walk over V of a long block has twice as many sums, some in memory: of 8-bit codes and
         four rows one walk over 128 channels is quicker than two on Intel
-        (docs/results/2026-11-29-xeon-decode-whole-rows.md), but not on Zen 4, which has short blocks
-        (docs/results/2026-11-30-epyc-zen4-2core-woven-scores.md)."""
+        (docs/results/2026-11-29-xeon-decode-whole-rows.md), but not on Zen 4, which has short blocks if K has
+        8 bits, too (docs/results/2026-11-30-epyc-zen4-2core-woven-scores.md)."""
         return self.bytes and self.rows == 4 and KINDS[self.v.dtype].bits == 8
 
     @property

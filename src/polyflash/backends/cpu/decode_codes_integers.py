@@ -1,4 +1,5 @@
-"""Codes and rows of Q as vectors of 16-bit integers, for the stages of decode_codes_blocks.py."""
+"""Codes and rows of Q as vectors of 16-bit integers, for the stages of decode_codes_scores.py
+and decode_codes_blocks.py."""
 
 from __future__ import annotations
 
@@ -349,7 +350,7 @@ class Integers(DecodeTile):
         return [(rows, n, distance, PREFETCH_LEVEL) for n in entries[:1] if wanted]
 
     def _ask_weighing(self, e: Emitter, later: Value) -> Value:
-        """Prefetch what a vector of weights is to, and say where the rows of the next are listed."""
+        """Prefetch the rows of V that go with one vector of weights; returns where the next are listed."""
         many = self.key.rows_weighing
         self._ask_lines(e, self._far(later, range(many), self._lines(self.key.v, self.key.head_dim_v)))
         return e.at(later, 8 * many)

@@ -64,8 +64,8 @@ class Scores(Integers):
         def finish(fold: Fold, places: list[Value]) -> list[Value]:
             """The scores of some keys, stored, and the places of the next."""
             p_s, p_scales, at, largest = places
-            sums = enumerate(self._by_set(e, fold.made()))
-            made = [score(*x, e.at(p_scales, j * self.keys * per_key)) for j, x in sums]
+            by_vector = enumerate(self._by_set(e, fold.made()))
+            made = [score(*x, e.at(p_scales, j * self.keys * per_key)) for j, x in by_vector]
             ids = [b.add(at, e.ints(j * self.keys)) for j in range(together)]
 
             def masked(x: list[Value]) -> list[Value]:
@@ -109,7 +109,7 @@ class Scores(Integers):
 
         return score
 
-    def _sums_by_key(self, e: Emitter) -> Callable[..., list[list[Value]]]:
+    def _sums_by_key(self, e: Emitter) -> Callable[..., list[Value]]:
         """Make what gives the sums of a vector of scores, key by key: all by steps of Q, then by parts."""
         sets, kind, width = 1 + self.key.split, self._sums(e), 4 * self.key.key_groups
         p_sums = e.b.alloca(kind, size=self.lanes * sets) if self.rows == 1 else None
@@ -172,7 +172,7 @@ class Scores(Integers):
         128 bits of theirs are transposed, so that a lane sums products of one key: only lanes of a key 128
         bits apart are left to be added, of each row once for the four. `lines` are prefetched among the
         products, as far as LLVM leaves them there: in front of them the rows at hand would wait behind what
-        comes from memory; and so are the steps of `fold`."""
+        comes from memory. Steps of `fold` are taken among the products, too."""
         codes, step = self.key.k, self._step(self.key.k)
         fours, units = range(self.fours), self._units_of(self.key.k, self.key.head_dim)
         sums = [[[e.ints(0)] * self.pieces] * self.rows for _ in fours]
@@ -184,7 +184,7 @@ class Scores(Integers):
         words = words_of(0)
         for u in units:
             x = words or words_of(u)
-            early = u + 1 < len(units) and not self.key.woven  # which has no registers for it
+            early = u + 1 < len(units) and not self.key.woven  # woven: no registers are left
             words = words_of(u + 1) if early else []  # in front of this unit's prefetches
             turned = [
                 self._transposed(e, [e.b.bitcast(y, e.vi) for y in x[4 * f : 4 * f + 4]]) for f in fours

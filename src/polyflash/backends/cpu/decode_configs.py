@@ -21,7 +21,7 @@ BLOCK_BYTES = 8192  # of K in a block, if it has 32 keys: with as much V, half o
 MOST_HEADS = 8  # kv heads that an item walks side by side
 WIDTH, MOST_TURN_ROWS = 128, 4  # channels, and rows of a tile, of heads whose keys are read side by side
 NARROW = 64  # channels, of a head whose keys are read by turns too, by one row
-SHORT = 64  # keys of a block of 8-bit codes, one row of which is read by turns
+SHORT = 64  # keys of a block of 8-bit codes: one row is read by turns, of four V in two walks
 LISTED, SCORED = 1, 2  # what the keys are that a kernel walks next
 MOST_ROWS = {"avx512": 8, "avx2": 4, "neon": 4, "generic": 4}  # of one tile: what fills the registers
 

@@ -141,8 +141,8 @@ class Fold:
     other's to the upper. With fewer vectors than lanes a lane is a sum of some of theirs, which a second fold
     `within` so many lanes completes.
 
-    Each step waits for the last. Behind products they would fill what a core has for instructions that wait,
-    and the products of what follows, which need not, would come late: so they may be taken among those."""
+    Each step waits for the last. Behind products they would fill the core's scheduler, and the products
+    of what follows, which need not wait, would come late: so they may be taken among those."""
 
     def __init__(self, e: Emitter, x: Sequence[Value], many: int, within: int = 0) -> None:
         self.e, self.x, self.many = e, list[Value | None](x), many

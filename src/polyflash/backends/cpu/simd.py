@@ -100,8 +100,8 @@ class Emitter:
         return self.b.call(cgutils.get_or_insert_function(self.b.module, kind, name), args)
 
     def in_turn(self, values: Sequence[Value]) -> list[Value]:
-        """The values themselves, by an instruction of no bytes: LLVM, which orders instructions anew, leaves
-        what makes them in front of what takes them."""
+        """The values themselves, through an empty inline assembly (of x86): LLVM, which orders instructions
+        anew, leaves what makes them in front of what takes them."""
         kind, n = ir.LiteralStructType([x.type for x in values]), len(values)
         places = ",".join(["=v"] * n + [str(i) for i in range(n)])
         made = self.b.asm(ir.FunctionType(kind, kind.elements), "", places, values, True)
