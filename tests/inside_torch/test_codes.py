@@ -110,6 +110,40 @@ def test_gradients_that_no_trace_knows_of():
     same_bits(got, want, "an exported program")
 
 
+WAYS = {
+    "grad": lambda grad, loss: grad,
+    "compiled": lambda grad, loss: compiled(grad, fullgraph=True),
+    "vmap": lambda grad, loss: mapped(torch.func.vmap(grad)),
+    "compiled-vmap": lambda grad, loss: mapped(compiled(torch.func.vmap(grad), fullgraph=True)),
+    "of-a-vmap": lambda grad, loss: mapped(
+        torch.func.grad(lambda *pairs: torch.func.vmap(loss)(*pairs).sum(), argnums=(0, 1))
+    ),
+}
+
+
+def mapped(call):
+    """The first of two samples of a call that takes both."""
+    return lambda *tensors: [x[0] for x in call(*(torch.stack((x, x.roll(1, 2))) for x in tensors))]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ("int4", "rotated"))
+def test_codes_made_under_torch_func_pass_gradients_on(name, way):
+    """torch 2.13's Dynamo drops the backward of a Function there, and says nothing."""
+    schemes = HADAMARD if name == "rotated" else NAMED[name]
+    q, *keys = randn(1, 4, 24, 64), *(randn(1, 2, 300, 64, seed=seed) for seed in (1, 2))
+
+    def loss(k, v):
+        codes = (polyflash.quantize(x, scheme) for x, scheme in zip((k, v), schemes, strict=True))
+        return polyflash.attention(q, *codes).square().sum()
+
+    leaves = [x.clone().requires_grad_() for x in keys]
+    want = torch.autograd.grad(loss(*leaves), leaves)
+    got = WAYS[way](torch.func.grad(loss, argnums=(0, 1)), loss)(*keys)
+    for got_one, want_one, of in zip(got, want, "kv", strict=True):
+        same_bits(got_one, want_one, f"d{of}")
+
+
 @pytest.mark.parametrize("way", ("eager", "compiled"))
 def test_freed_codes_are_refused_before_they_are_decoded(way):
     q, (k, v) = randn(1, 4, 40, 64), codes(NAMED["int8"], 300)

@@ -138,6 +138,16 @@ def decode(
     wide = torch.float64 if dtype is torch.float64 else torch.float32
     batch, heads, tokens, stored = code.shape
     channels = stored * codes.packed
+
+    def values(*some: slice) -> Tensor:
+        x = _values(code[some], codes.dtype, wide)
+        x = x * spread(scale[some].to(wide), codes.scale, x.shape)
+        if shift is not None and codes.shift is not None:
+            x += spread(shift[some].to(wide), codes.shift, x.shape)
+        return x
+
+    if is_transformed():  # vmap writes into nothing that it does not map
+        return values(slice(None)).to(dtype)
     out = torch.empty((batch, heads, tokens, channels), dtype=dtype, device=code.device)
     step = max(1, _CHUNK // max(1, tokens * channels))  # heads at a time, of one entry or of several
     entries = max(1, step // max(1, heads))
@@ -145,13 +155,18 @@ def decode(
         part = slice(b, b + entries), slice(h, h + step)
         if codes.dtype == "int8" and shift is None and wide is not dtype:  # in one pass, rounded once too
             torch.mul(code[part], spread(scale[part].to(wide), codes.scale, code.shape), out=out[part])
-            continue
-        values = _values(code[part], codes.dtype, wide)
-        values = values * spread(scale[part].to(wide), codes.scale, values.shape)
-        if shift is not None and codes.shift is not None:
-            values += spread(shift[part].to(wide), codes.shift, values.shape)
-        out[part] = values
+        else:
+            out[part] = values(*part)
     return out
+
+
+def is_transformed() -> bool:
+    """Does torch.func transform what is called? In a graph no tensor says then that it has a gradient."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+# What torch.compiler.assume_constant_result does, which imports Dynamo.
+is_transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def spread(table: Tensor, block: Block | None, shape: Any) -> Tensor:

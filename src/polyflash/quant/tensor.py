@@ -74,7 +74,7 @@ class QuantizedTensor:
 
     @property
     def requires_grad(self) -> bool:
-        return self.source is not None and self.source.requires_grad
+        return self.source is not None
 
     @property
     def form(self) -> Codes:
@@ -111,7 +111,11 @@ class QuantizedTensor:
     def values(self, dtype: torch.dtype) -> Tensor:
         """The values (batch, heads, seqlen, head_dim) in `dtype`, of a rotated scheme still rotated."""
         made = codec.decode(self.codes, self.scale, self.shift, self.form, dtype)
-        return made if self.source is None else _Through.apply(self.source, made)  # type: ignore[no-any-return]
+        if self.source is None:
+            return made
+        if _is_transformed_graph():
+            return made.detach() + (self.source - self.source.detach()).to(dtype)
+        return _Through.apply(self.source, made)  # type: ignore[no-any-return]
 
     def __repr__(self) -> str:
         s = self.scheme
@@ -143,9 +147,15 @@ KV = Tensor | QuantizedTensor  # k or v of the public functions
 class _Source(torch.autograd.Function):
     """Values of x's shape without storage: what a gradient of the codes goes through on its way to x."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(x: Tensor) -> Tensor:
         return x.new_zeros(()).expand(x.shape)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        pass
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
@@ -155,14 +165,24 @@ class _Source(torch.autograd.Function):
 class _Through(torch.autograd.Function):
     """The decoded values, whose gradient goes to their source as it is: straight through the rounding."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, source: Tensor, values: Tensor) -> Tensor:
-        ctx.dtype = source.dtype
+    def forward(source: Tensor, values: Tensor) -> Tensor:
         return values.view_as(values)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        ctx.dtype = inputs[0].dtype
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad.to(ctx.dtype), None
+
+
+def _is_transformed_graph() -> bool:
+    """There Dynamo drops the backward of such functions, so sums have to say it (pytorch/pytorch#193279)."""
+    return torch.compiler.is_compiling() and codec.is_transformed()
 
 
 def quantize(
@@ -202,12 +222,14 @@ def quantize(
         change = "Give the live tokens of each batch entry."
         raise spec_error("lens", described(lens), f"int tensor ({x.shape[0]},)", change)
     made = QuantizedTensor(*codec.encode(canonical(x, layout), scheme, lens), scheme, x.dtype, layout)
-    if not (x.requires_grad and torch.is_grad_enabled()):
+    if not (torch.is_grad_enabled() and (x.requires_grad or codec.is_transformed())):
         return made
     source = canonical(x, layout)
     if scheme.rotation != "none":
         source = codec.rotate(source)
-    return replace(made, source=_Source.apply(source))  # type: ignore[no-untyped-call]
+    if not _is_transformed_graph():
+        source = _Source.apply(source)  # type: ignore[no-untyped-call]
+    return replace(made, source=source)
 
 
 def canonical(x: Tensor, layout: QuantizedLayout) -> Tensor:
