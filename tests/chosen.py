@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -17,6 +18,17 @@ def chosen(values: Iterable[Any], *slow: Any) -> list[Any]:
         pytest.param(*given, marks=pytest.mark.slow if x in slow else ())
         for x, given in zip(values, marked, strict=True)
     ]
+
+
+def in_turn(*parameters: Iterable[Any], of: int) -> list[Any]:
+    """All combinations of the values of several parameters, of which those run by default whose places there
+    add up to a multiple of `of`, the others by `make test-all`. A value that is a tuple is several."""
+    combinations = []
+    for numbered in itertools.product(*(enumerate(values) for values in parameters)):
+        places, values = zip(*numbered, strict=True)
+        given = itertools.chain.from_iterable(x if isinstance(x, tuple) else (x,) for x in values)
+        combinations.append(pytest.param(*given, marks=pytest.mark.slow if sum(places) % of else ()))
+    return combinations
 
 
 def of_each(values: Iterable[Any]) -> Callable[[Callable[[Any], None]], Callable[[], None]]:

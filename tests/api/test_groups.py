@@ -11,6 +11,7 @@ from polyflash import SpecError, attention, attention_groups, explain_groups
 from polyflash.groups import RULES, fuses
 from polyflash.reference import attention_reference
 from polyflash.spec import Feature, Phase
+from tests.chosen import in_turn
 from tests.device import generator
 from tests.rows_here import HERE
 
@@ -72,9 +73,11 @@ def test_each_group_is_attention_of_its_own(name, fused, backend):
     assert [one.lse.dtype for one in got] == [torch.float32] * 4
 
 
-@pytest.mark.parametrize("fused", MODES)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (6, 1)])
+@pytest.mark.parametrize(
+    "heads, kv_heads, dtype, fused",
+    in_turn([(2, 2), (6, 1)], [torch.float64, torch.bfloat16, torch.float16], MODES, of=2),
+    ids=str,
+)
 def test_dtypes_and_heads(heads, kv_heads, dtype, fused):
     groups, k, v = tensors(heads=heads, kv_heads=kv_heads, dtype=dtype)
     got = attention_groups(groups, k, v, fused=fused, return_lse=True, **PLACES)

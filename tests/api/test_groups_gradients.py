@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from polyflash import Mask, SpecError, UnsupportedError, attention, attention_groups, explain_groups
 from polyflash.reference import attention_reference
 from polyflash.spec import Feature
+from tests.chosen import in_turn
 from tests.device import generator
 from tests.rows_here import FREE, HERE
 
@@ -137,9 +138,11 @@ def test_results_and_gradients_are_those_of_the_oracle(name, backend):
         close(problem.ran(fused=fused, backend=backend, **own), want, EPS[torch.float32])
 
 
-@pytest.mark.parametrize("fused", MODES)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (6, 2), (5, 1)])
+@pytest.mark.parametrize(
+    "heads, kv_heads, dtype, fused",
+    in_turn([(2, 2), (6, 2), (5, 1)], [torch.float64, torch.bfloat16, torch.float16], MODES, of=3),
+    ids=str,
+)
 def test_dtypes_and_heads(heads, kv_heads, dtype, fused):
     problem = Problem(heads=heads, kv_heads=kv_heads, dtype=dtype)
     got = problem.ran(fused=fused, sinks=True)

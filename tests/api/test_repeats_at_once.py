@@ -16,6 +16,7 @@ from polyflash.quant import NAMED, Scheme
 from tests.api import test_repeats
 from tests.api.test_repeats import MOMENTS, keys
 from tests.api.test_repeats_of_codes import coded
+from tests.chosen import chosen
 from tests.device import DEVICE
 from tests.tolerance import same_bits
 
@@ -241,7 +242,7 @@ def test_a_forked_child_makes_its_own(keyed):
 class TestCodes:
     OPTIONS = False, False, 0.0, None, None
 
-    @pytest.mark.parametrize("name", sorted(NAMED))
+    @pytest.mark.parametrize("name", chosen(NAMED, "int8-smooth", "int8-channel", "int4", "nf4"))
     def test_they_give_the_same(self, keyed, name):
         options = {"causal": True, "scale": -0.3}
         known(*coded(name, 1100), **options)

@@ -20,7 +20,8 @@ from polyflash.quant.codec import spread
 from polyflash.reference import attention_reference
 from polyflash.spec import Feature, Phase
 from tests import device
-from tests.conformance.rows import ALL_OF, DTYPES, HERE, NAMES, ints, qkv
+from tests.chosen import in_turn
+from tests.conformance.rows import ALL_OF, DTYPES, HERE, ints, qkv
 from tests.integers import operands, scattered, with_coded_weights
 from tests.tolerance import Expected, check, expect, masked_scores, same_bits
 
@@ -130,8 +131,7 @@ def check_call(reader: Capability | None, q: Tensor, k: Coded, v: Coded, label: 
     return found
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=NAMES)
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("name, dtype", in_turn(SCHEMES, DTYPES, of=3), ids=str)
 def test_scheme(reader: Capability | None, name: str, dtype: torch.dtype):
     for rows, heads, keys, dim in ((1, (4, 4), 300, 64), (1, (4, 1), 1030, 128), (2, (4, 2), 77, 128)):
         q, k, v = qkv(2, heads, rows, keys, dim, dtype=dtype, seed=rows + keys)
@@ -165,13 +165,15 @@ def test_more_blocks_than_cores(reader: Capability | None, name: str):
     check_call(reader, q, k, v, f"{name} of 8 requests", kv_lens=ints(700, 1, 64, 699, 300, 65, 128, 512))
 
 
-@pytest.mark.parametrize("dims", [(40, 40), (80, 96), (96, 80), (48, 128), (192, 128)])
-def test_any_head_dim(reader: Capability | None, dims: tuple[int, int]):
+@pytest.mark.parametrize(
+    "dim, dim_v, name",
+    in_turn([(40, 40), (80, 96), (96, 80), (48, 128), (192, 128)], ("int8", "int4-token"), of=2),
+)
+def test_any_head_dim(reader: Capability | None, dim: int, dim_v: int, name: str):
     """No lane of padding enters a range, and none a sum."""
-    for name in ("int8", "int4-token"):
-        q, k, v = qkv(1, (4, 2), 1, 150, *dims, dtype=torch.bfloat16, seed=dims[0])
-        k, v = (coded(x, s) for x, s in zip((k, v), NAMED[name], strict=True))
-        check_call(reader, q, k, v, f"{name} {dims}")
+    q, k, v = qkv(1, (4, 2), 1, 150, dim, dim_v, dtype=torch.bfloat16, seed=dim)
+    k, v = (coded(x, s) for x, s in zip((k, v), NAMED[name], strict=True))
+    check_call(reader, q, k, v, f"{name} {dim} {dim_v}")
 
 
 @pytest.mark.parametrize("family", ["kbias", "sharp", "sparse", "kscale", "zero", "constant", "huge", "tiny"])

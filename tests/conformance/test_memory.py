@@ -10,6 +10,7 @@ import torch
 
 from polyflash.workloads import make
 from tests.catalogue import named, with_dtype
+from tests.chosen import in_turn
 from tests.conformance.rows import DTYPES, NAMES, ROUNDING, Runner, ints, qkv
 from tests.memory import FILLS, check_guarded, check_hidden, nanify
 from tests.tolerance import near, same_bits, visible
@@ -37,8 +38,7 @@ def test_guard_bands(run: Runner, name: str, dtype: str):
     check_guarded(run, q, k, v, options)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("head_dim", (1, 3, 40, 59, 111, 256))
+@pytest.mark.parametrize("head_dim, dtype", in_turn((1, 3, 40, 59, 111, 256), DTYPES, of=2), ids=str)
 def test_guard_bands_odd_dims(run: Runner, head_dim: int, dtype: torch.dtype):
     """B-dim-02: a padded head dim must not leak its neighbour; B-gqa-03: no read beyond the kv heads."""
     for rows in (1, 17, 70):

@@ -15,6 +15,7 @@ from polyflash.integrations import flash_attn_cache
 from polyflash.kvcache import KVCache, Rope
 from polyflash.quant import NAMED, Scheme, codec
 from polyflash.quant.tensor import values_of
+from tests.chosen import in_turn
 from tests.integrations.test_flash_attn import CALLS, ENDS_K, ENDS_Q, LENGTHS_K, SLOPES, turned, x
 from tests.rows_here import HERE
 from tests.tolerance import BACKSTOP, near
@@ -184,8 +185,7 @@ def _refused(k_cache: Any, v_cache: Any, change: dict[str, Any], words: str) -> 
         fa.flash_attn_with_kvcache(x(2, 1, 4, 8), **call | change)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", CODED)
+@pytest.mark.parametrize("name, dtype", in_turn(CODED, [torch.float32, torch.bfloat16], of=2), ids=str)
 def test_new_keys_become_the_codes_that_a_kvcache_makes(
     name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,6 +18,7 @@ from polyflash.integrations.flash_attn_cache import flash_attn_with_kvcache
 from polyflash.kvcache import KVCache, OutOfPages, Request, Rope, code_pools, heavy_hitters
 from polyflash.quant import NAMED, Scheme, codec
 from tests import device
+from tests.chosen import in_turn
 from tests.kvcache.plain import DIM, HEADS, Token, Tokens, append, cache_of, expected, hold, layer_of
 
 LAYERS, PAGE = 2, 8
@@ -63,8 +64,7 @@ def assert_whole(cache: KVCache, request: Request, tokens: list[Token], end: int
                 assert torch.equal(x.shift[:, :, :blocks], want.shift[:, :, :blocks])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("name, dtype", in_turn(SCHEMES, [torch.float32, torch.bfloat16], of=2), ids=str)
 def test_pieces_are_coded_like_the_whole(name: str, dtype: torch.dtype) -> None:
     cache, tokens = coded(name, dtype=dtype), Tokens(LAYERS, dtype=dtype)
     held: dict[Request, list[Token]] = {request: [] for request in cache.add(2)}

@@ -19,6 +19,7 @@ from polyflash.spec import Arguments, AttentionSpec, Phase
 from tests.backends.cpu.integer_emulator import expected_of_few_rows
 from tests.backends.cpu.test_forward_kernel import HERE, randn
 from tests.backends.cpu.test_paged_kernel import ints, paged
+from tests.chosen import in_turn
 from tests.tolerance import Expected, check, eager, same_bits
 
 pytestmark = pytest.mark.skipif(HERE.arch != "avx512", reason="the kernels are tested with AVX-512")
@@ -87,11 +88,10 @@ def level_a(got, q, k, v, label, block_n=0, **options):
     check(*got, Expected(oracle.out, oracle.lse, (sample,), q.dtype), label=label, options=options)
 
 
-@pytest.mark.parametrize(
-    "heads, kv_heads, rows, dims, dims_v",
-    ((4, 4, 1, 128, 128), (4, 2, 1, 64, 96), (8, 2, 1, 128, 128), (2, 1, 4, 80, 48), (3, 1, 1, 192, 256)),
-)
-@pytest.mark.parametrize("name", SCHEMES)
+SHAPES = ((4, 4, 1, 128, 128), (4, 2, 1, 64, 96), (8, 2, 1, 128, 128), (2, 1, 4, 80, 48), (3, 1, 1, 192, 256))
+
+
+@pytest.mark.parametrize("name, heads, kv_heads, rows, dims, dims_v", in_turn(SCHEMES, SHAPES, of=3))
 def test_the_kernel_is_the_scheme(name, heads, kv_heads, rows, dims, dims_v):
     k, v = coded(name, 2, kv_heads, 333, dims, dims_v=dims_v)
     for dtype, sharp in ((torch.bfloat16, 1), (torch.bfloat16, 6)):
@@ -138,9 +138,16 @@ def test_blocks_whose_v_is_walked_once_or_twice_are_their_emulation(name, block_
 
 
 @NEEDS_VNNI
-@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=str)
-@pytest.mark.parametrize("group", (1, 2, 4, 8))
-@pytest.mark.parametrize("name", ("int8", "int8-affine", "int8-blocks", "int4", "int4-token", "mixed"))
+@pytest.mark.parametrize(
+    "name, group, dtype",
+    in_turn(
+        ("int8", "int8-affine", "int8-blocks", "int4", "int4-token", "mixed"),
+        (1, 2, 4, 8),
+        (torch.bfloat16, torch.float32),
+        of=4,
+    ),
+    ids=str,
+)
 def test_two_bytes_are_16_bits(name, group, dtype):
     """The sums are the same integers; V's scales of both signs and 0 too."""
     k, v = coded(name, 2, 2, 333, 128, dims_v=96)

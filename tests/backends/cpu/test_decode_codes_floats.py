@@ -3,7 +3,6 @@ rounds, on every instruction set of this machine."""
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import replace
 
@@ -19,6 +18,7 @@ from polyflash.spec import AttentionSpec, Phase
 from tests.backends.cpu.test_decode_codes import check_items, decode, level_a, spec_of
 from tests.backends.cpu.test_forward_kernel import HERE, randn
 from tests.backends.cpu.test_paged_kernel import ints, paged
+from tests.chosen import in_turn
 from tests.tolerance import same_bits
 
 pytestmark = pytest.mark.skipif(
@@ -46,6 +46,7 @@ ROWS = {
 }
 KINDS_OF_KEYS = {**dict.fromkeys(FLOATS, FloatsKey), **dict.fromkeys(ROWS, DecodedKey)}
 SCHEMES = FLOATS | ROWS
+KINDS_OF_FLOATS = "fp8_e4m3", "fp8_e5m2", "nf4", "mxfp4"
 FEW = ("fp8", "mxfp4", "blocks")  # of which all is tried: a kernel is compiled for every shape and dtype
 SHAPES = ((4, 4, 1, 128, 128), (3, 1, 2, 40, 72), (4, 2, 1, 64, 96), (8, 2, 1, 128, 128), (6, 1, 1, 192, 256))
 
@@ -57,21 +58,24 @@ def coded(name, batch, heads, keys, dims, dims_v=None):
 
 
 @pytest.mark.parametrize(
-    "isa, name", [*((CHOSEN, name) for name in SCHEMES), *((isa, name) for isa in ISAS[1:] for name in FEW)]
+    "isa, name, heads, kv_heads, rows, dims, dims_v",
+    [
+        *in_turn((CHOSEN,), SCHEMES, SHAPES[:2], of=2),
+        *in_turn((CHOSEN,), FEW, SHAPES[2:], of=3),
+        *((isa, name, *SHAPES[1]) for isa in ISAS[1:] for name in FEW),
+    ],
 )
-def test_the_kernel_is_the_scheme(isa, name):
+def test_the_kernel_is_the_scheme(isa, name, heads, kv_heads, rows, dims, dims_v):
     """float32 is as exact as over values, of which 16 bits lose what their own rounding loses."""
-    shapes = SHAPES if name in FEW else SHAPES[:2]
-    for heads, kv_heads, rows, dims, dims_v in shapes if isa == CHOSEN else SHAPES[1:2]:
-        k, v = coded(name, 2, kv_heads, 333, dims, dims_v=dims_v)
-        q = randn(2, heads, rows, dims)
-        spec = spec_of(q, k, v)
-        assert type(configs.key_for(decode_configs_of(spec), spec, 1)) is KINDS_OF_KEYS[name]
-        for options in ({}, {"causal": True, "kv_lens": ints(333, 140)}, {"softcap": 4.0, "scale": -0.2}):
-            level_a(decode(q, k, v, split=128, isa=isa, **options), q, k, v, f"{name} {options}", **options)
-        for dtype in (torch.bfloat16, torch.float16) if name in FEW and heads == 4 else ():
-            x = (6 * q).to(dtype)
-            level_a(decode(x, k, v, split=128, isa=isa), x, k, v, f"{name} {dtype}")
+    k, v = coded(name, 2, kv_heads, 333, dims, dims_v=dims_v)
+    q = randn(2, heads, rows, dims)
+    spec = spec_of(q, k, v)
+    assert type(configs.key_for(decode_configs_of(spec), spec, 1)) is KINDS_OF_KEYS[name]
+    for options in ({}, {"causal": True, "kv_lens": ints(333, 140)}, {"softcap": 4.0, "scale": -0.2}):
+        level_a(decode(q, k, v, split=128, isa=isa, **options), q, k, v, f"{name} {options}", **options)
+    for dtype in (torch.bfloat16, torch.float16) if name in FEW and heads == 4 else ():
+        x = (6 * q).to(dtype)
+        level_a(decode(x, k, v, split=128, isa=isa), x, k, v, f"{name} {dtype}")
 
 
 def decode_configs_of(spec):
@@ -82,11 +86,12 @@ def decode_configs_of(spec):
 
 @pytest.mark.parametrize(
     "isa, decoded, dtype",
-    (
-        *itertools.product(ISAS[:-1], (False,), ("fp8_e4m3", "fp8_e5m2", "nf4", "mxfp4")),
-        *itertools.product((CHOSEN,), (True,), ("fp8_e4m3", "fp8_e5m2", "nf4", "mxfp4")),
+    [
+        *in_turn((CHOSEN,), (False,), KINDS_OF_FLOATS, of=1),
+        *in_turn(ISAS[1:-1], (False,), KINDS_OF_FLOATS, of=2),
         *(("generic", False, dtype) for dtype in ("fp8_e4m3", "mxfp4")),
-    ),
+        *in_turn((CHOSEN,), (True,), KINDS_OF_FLOATS, of=2),
+    ],
 )
 def test_every_code_has_its_value(isa, decoded, dtype):
     """Subnormal values, infinities and NaN too: one key alone is the result, and its product with a one the
