@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
+import torch
 
 from polyflash.backends.cpu import pool
 from tests.backends.cpu.test_decode_many import decode
@@ -76,7 +78,7 @@ def test_splits_per_item_of_rows_that_see_different_keys(monkeypatch, dtype):
 
 @pytest.mark.parametrize(("rows", "channels"), ((1, 64), (1, 128), (2, 128), (4, 128), (8, 128)))
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_reading_by_turns_changes_no_bit(monkeypatch, dtype, rows, channels):
+def test_reading_by_turns_changes_no_bit(monkeypatch, dtype, rows, channels, target=HERE):
     """Of whole tensors K and V are read by turns, across splits too, of pages block after block."""
     q = randn(2, 3, rows, channels, dtype=dtype)
     k, v = (randn(2, 3, KEYS, channels, dtype=dtype, seed=n) for n in (1, 2))
@@ -88,11 +90,18 @@ def test_reading_by_turns_changes_no_bit(monkeypatch, dtype, rows, channels):
         {"kv_lens": ints(1090, 513), "softcap": 3.0},
         {"kv_starts": ints(45, 300), "scale": -0.2},
     ):
-        more = {"kv_lens": ints(KEYS, KEYS), **more}
+        more = {"kv_lens": ints(KEYS, KEYS), "target": target, **more}
         want = decode(q, k_pool, v_pool, split=SPLIT, page_table=table, **more)
         got = same_for_any_splits(monkeypatch, q, k, v, f"whole tensors, {more}", **more)
         for x, y, name in zip(got, want, ("out", "lse"), strict=True):
             same_bits(x, y, name)
+
+
+@pytest.mark.parametrize("rows", (4, 8))
+def test_nor_by_turns_without_dots(monkeypatch, rows):
+    """bfloat16 on a CPU whose dots are slower, or that has none."""
+    without = replace(HERE, features=HERE.features - {"avx512_bf16"})
+    test_reading_by_turns_changes_no_bit(monkeypatch, torch.bfloat16, rows, 128, without)
 
 
 @pytest.mark.parametrize("rows", (1, 3))

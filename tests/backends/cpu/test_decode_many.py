@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(HERE.arch != "avx512", reason="the kernel needs 
 ATOL = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
 
 
-def decode(q, k, v, *, split=None, isa=None, **options):
+def decode(q, k, v, *, split=None, isa=None, target=HERE, **options):
     """(out, lse) of the kernel itself."""
     from polyflash.backends.cpu import decode
 
@@ -29,14 +29,14 @@ def decode(q, k, v, *, split=None, isa=None, **options):
     sizes = (q.shape[0], q.shape[1], k.shape[1], q.shape[2], keys, q.shape[3], v.shape[3])
     dtype = str(q.dtype).removeprefix("torch.")
     spec = AttentionSpec(Phase.DECODE, dtype, "cpu", *sizes, frozenset(), causal=args.causal)
-    config = decode_configs.choose(spec, HERE)
+    config = decode_configs.choose(spec, target)
     config = replace(config, split_keys=split or config.split_keys)
     if isa is not None:
         config = replace(config, isa=isa, compute="f32")
     row = next(row for row in capabilities.CAPABILITIES if row.phase is Phase.DECODE)
     out = torch.full((*q.shape[:3], v.shape[3]), math.nan, dtype=q.dtype)
     lse = torch.full(q.shape[:3], math.nan)
-    return decode.run(Launch(row, config, "heuristic", HERE, spec), q, k, v, out, lse, args)
+    return decode.run(Launch(row, config, "heuristic", target, spec), q, k, v, out, lse, args)
 
 
 def exact(q, k, v, bounds, *, scale=None, softcap=0.0, sinks=None):

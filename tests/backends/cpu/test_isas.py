@@ -247,7 +247,7 @@ def test_lines_of_codes_are_asked_for_once_in_each_cache(key, stages, wanted):
 @pytest.mark.parametrize(
     "compute, rows, levels",
     [
-        *(("f32", rows, {2, 3}) for rows in (1, 2, 4)),
+        *(("f32", rows, {2, 3}) for rows in (1, 2, 4, 8)),
         *(("bf16dot", rows, {2}) for rows in (1, 2)),
         ("bf16dot", 4, set()),
         ("bf16dot", 8, {2, 3}),

@@ -80,8 +80,9 @@ class DecodeKey:
         for float32 (docs/results/2026-11-26-epyc-zen4-2core-decode.md) and several rows of bfloat16
         (docs/results/2026-11-29-epyc-zen4-2core-decode-turns.md), on Zen 5 for 16 bits
         (docs/results/2026-11-23-epyc-zen5-2core-decode.md), on Intel for several rows of bfloat16
-        (docs/results/2026-11-28-xeon-bfloat16-decode.md)."""
-        return self.isa == "avx512" and (self.rows <= MOST_TURN_ROWS or self.compute == "bf16dot")
+        (docs/results/2026-11-28-xeon-bfloat16-decode.md); 8 rows are of 16 bits
+        (docs/results/2026-11-30-decode-eight-rows.md)."""
+        return self.isa == "avx512" and (self.rows <= MOST_TURN_ROWS or self.storage != "float32")
 
     @property
     def bytes_ahead(self) -> tuple[int, int]:

@@ -127,8 +127,11 @@ class Turns(Units):
                 for start, step in ((p_v, v_step), (p_k, k_step)):
                     self._ask_early(e, start, step, row_bytes)
                 largest = scored(p_s, largest) if half + 1 == halves else largest
-                # Two rows, whose sums over a row of V fit the registers; of bfloat16 four: V is widened less.
-                at_once = min(4 if self.key.storage == "bfloat16" else 2, self.rows)
+                # Two rows, whose sums over a row of V fit the registers; of 16 bits more: V is widened less.
+                at_once = max(2, self.rows // 2)
+                if self.key.storage == "bfloat16":
+                    at_once = 4 if self.dot else 8
+                at_once = min(at_once, self.rows)
                 self._weigh(e, [p_p, p_alpha, p_o], v_row, width, None, False, at_once)
                 p_v = e.at(p_v, b.mul(v_step, I64(KEYS_PER_GROUP)))
                 p_p, p_alpha = e.at(p_p, self.group_weights), None
