@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -121,6 +122,15 @@ WAYS = {
 }
 
 
+def maps_views():
+    """Of another dtype, as rounding to tables of bfloat16 makes them; torch 2.11 does not."""
+    try:
+        torch.func.vmap(lambda x: x.view(torch.int32))(torch.zeros(1, 1))
+    except RuntimeError:
+        return False
+    return True
+
+
 def mapped(call):
     """The first of two samples of a call that takes both."""
     return lambda *tensors: [x[0] for x in call(*(torch.stack((x, x.roll(1, 2))) for x in tensors))]
@@ -130,6 +140,8 @@ def mapped(call):
 @pytest.mark.parametrize("name", ("int4", "rotated"))
 def test_codes_made_under_torch_func_pass_gradients_on(name, way):
     """torch 2.13's Dynamo drops the backward of a Function there, and says nothing."""
+    if name == "int4" and "vmap" in way and not maps_views():
+        pytest.skip("torch maps no view of another dtype")
     schemes = HADAMARD if name == "rotated" else NAMED[name]
     q, *keys = randn(1, 4, 24, 64), *(randn(1, 2, 300, 64, seed=seed) for seed in (1, 2))
 
@@ -142,6 +154,40 @@ def test_codes_made_under_torch_func_pass_gradients_on(name, way):
     got = WAYS[way](torch.func.grad(loss, argnums=(0, 1)), loss)(*keys)
     for got_one, want_one, of in zip(got, want, "kv", strict=True):
         same_bits(got_one, want_one, f"d{of}")
+
+
+@pytest.mark.parametrize("way", (lambda f: f, compiled), ids=("eager", "compiled"))
+def test_what_dead_tokens_hold_is_in_no_value(way):
+    k, lens = randn(1, 2, 100, 64), torch.tensor([77])
+    k[:, :, 77:], k[:, :, 99] = math.nan, math.inf
+
+    def loss(k):
+        codes = polyflash.quantize(k, NAMED["int8"][0], lens=lens)
+        return polyflash.dequantize(codes).square().sum()
+
+    gradient, value = way(torch.func.grad_and_value(loss))(k)
+    leaf = k.clone().requires_grad_()
+    same_bits(value, loss(k), "value")
+    same_bits(gradient, torch.autograd.grad(loss(leaf), leaf)[0], "gradient")
+    same_bits(way(torch.func.jvp)(loss, (k,), (torch.ones_like(k),))[1], gradient.sum(), "jvp")
+    same_bits(torch.func.functionalize(loss)(k), value, "functionalize")
+
+
+def test_gradients_around_transforms():
+    """Codes of constants have none; a leaf outside gets its own. Attention has no forward mode."""
+    q, k = randn(1, 4, 24, 64), randn(1, 2, 100, 64)
+    codes, leaf = [], k.clone().requires_grad_()
+
+    def loss(q, k):
+        codes.append(polyflash.quantize(k, NAMED["int8"][0]))
+        return polyflash.attention(q, codes[-1], k).square().sum()
+
+    torch.func.grad(loss)(q, k)
+    assert not codes[0].requires_grad
+    mapped = torch.func.vmap(loss, in_dims=(0, None))(q[None], leaf)
+    same_bits(*(torch.autograd.grad(x, leaf)[0] for x in (mapped, loss(q, leaf))), "a leaf outside")
+    with pytest.raises(polyflash.UnsupportedError, match="forward-mode"):
+        torch.func.jvp(lambda k: loss(q, k), (k,), (k,))
 
 
 @pytest.mark.parametrize("way", ("eager", "compiled"))

@@ -146,7 +146,7 @@ def decode(
             x += spread(shift[some].to(wide), codes.shift, x.shape)
         return x
 
-    if is_transformed():  # vmap writes into nothing that it does not map
+    if "Vmap" in transforms():  # which writes into nothing that it does not map
         return values(slice(None)).to(dtype)
     out = torch.empty((batch, heads, tokens, channels), dtype=dtype, device=code.device)
     step = max(1, _CHUNK // max(1, tokens * channels))  # heads at a time, of one entry or of several
@@ -160,13 +160,13 @@ def decode(
     return out
 
 
-def is_transformed() -> bool:
-    """Does torch.func transform what is called? In a graph no tensor says then that it has a gradient."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+def transforms() -> str:
+    """What torch.func makes of what is called, from the outermost transform on: Grad, Vmap, Jvp, …"""
+    return " ".join(level.key().name for level in torch._C._functorch.get_interpreter_stack() or ())
 
 
 # What torch.compiler.assume_constant_result does, which imports Dynamo.
-is_transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
+transforms._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def spread(table: Tensor, block: Block | None, shape: Any) -> Tensor:

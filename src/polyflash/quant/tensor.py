@@ -47,7 +47,8 @@ class QuantizedTensor:
     scheme: Scheme
     dtype: torch.dtype
     layout: QuantizedLayout = "bhsd"
-    source: Tensor | None = None  # in the graph of autograd: values without storage, which take the gradient
+    # In the graph of autograd, takes the gradient: values without storage, under torch.func x itself.
+    source: Tensor | None = None
 
     def __post_init__(self) -> None:
         stored = getattr(torch, KINDS[self.form.dtype].storage)
@@ -113,8 +114,9 @@ class QuantizedTensor:
         made = codec.decode(self.codes, self.scale, self.shift, self.form, dtype)
         if self.source is None:
             return made
-        if _is_transformed_graph():
-            return made.detach() + (self.source - self.source.detach()).to(dtype)
+        if codec.transforms():  # whose graphs drop the backward of a Function: pytorch/pytorch#193279
+            zeros = (self.source - self.source.detach()).nan_to_num(0.0)  # dead tokens may hold anything
+            return made.detach() + zeros.to(dtype)
         return _Through.apply(self.source, made)  # type: ignore[no-any-return]
 
     def __repr__(self) -> str:
@@ -147,15 +149,9 @@ KV = Tensor | QuantizedTensor  # k or v of the public functions
 class _Source(torch.autograd.Function):
     """Values of x's shape without storage: what a gradient of the codes goes through on its way to x."""
 
-    generate_vmap_rule = True
-
     @staticmethod
-    def forward(x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor) -> Tensor:
         return x.new_zeros(()).expand(x.shape)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
-        pass
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
@@ -165,24 +161,27 @@ class _Source(torch.autograd.Function):
 class _Through(torch.autograd.Function):
     """The decoded values, whose gradient goes to their source as it is: straight through the rounding."""
 
-    generate_vmap_rule = True
-
     @staticmethod
-    def forward(source: Tensor, values: Tensor) -> Tensor:
+    def forward(ctx: Any, source: Tensor, values: Tensor) -> Tensor:
+        ctx.dtype = source.dtype
         return values.view_as(values)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
-        ctx.dtype = inputs[0].dtype
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad.to(ctx.dtype), None
 
 
-def _is_transformed_graph() -> bool:
-    """There Dynamo drops the backward of such functions, so sums have to say it (pytorch/pytorch#193279)."""
-    return torch.compiler.is_compiling() and codec.is_transformed()
+def _is_differentiated(x: Tensor) -> bool:
+    """May something be differentiated by x? In a graph x does not say what torch.func does."""
+    if not torch.is_grad_enabled() or x.requires_grad:
+        return torch.is_grad_enabled()
+    kinds, functorch = codec.transforms(), torch._C._functorch
+    forward = "Jvp" in kinds
+    if torch.compiler.is_compiling():
+        return forward or "Grad" in kinds
+    while functorch.is_functorch_wrapped_tensor(x) and not (forward or x.requires_grad):
+        x = functorch.get_unwrapped(x)
+    return functorch.is_functorch_wrapped_tensor(x) or x.requires_grad
 
 
 def quantize(
@@ -222,12 +221,12 @@ def quantize(
         change = "Give the live tokens of each batch entry."
         raise spec_error("lens", described(lens), f"int tensor ({x.shape[0]},)", change)
     made = QuantizedTensor(*codec.encode(canonical(x, layout), scheme, lens), scheme, x.dtype, layout)
-    if not (torch.is_grad_enabled() and (x.requires_grad or codec.is_transformed())):
+    if not _is_differentiated(x):
         return made
     source = canonical(x, layout)
     if scheme.rotation != "none":
         source = codec.rotate(source)
-    if not _is_transformed_graph():
+    if not codec.transforms():
         source = _Source.apply(source)  # type: ignore[no-untyped-call]
     return replace(made, source=source)
 

@@ -88,7 +88,8 @@ class DecodeKey:
     def bytes_ahead(self) -> tuple[int, int]:
         """Bytes by which K and V are each prefetched by turns, and by which they are once more, into the
         first cache; 0 if they are not. The quickest on Zen 4
-        (docs/results/2026-11-27-epyc-zen4-2core-decode.md; several rows of bfloat16: the page above), and of
+        (docs/results/2026-11-27-epyc-zen4-2core-decode.md; several rows of bfloat16:
+        docs/results/2026-11-29-epyc-zen4-2core-decode-turns.md), and of
         bfloat16 without a dot on Intel (docs/results/2026-11-29-xeon-decode-third-request.md). Where there is
         none the machine's own prefetchers were quicker alone
         (docs/results/2026-11-29-epyc-zen4-2core-codes-turns.md)."""

@@ -127,7 +127,8 @@ class Turns(Units):
                 for start, step in ((p_v, v_step), (p_k, k_step)):
                     self._ask_early(e, start, step, row_bytes)
                 largest = scored(p_s, largest) if half + 1 == halves else largest
-                # Two rows, whose sums over a row of V fit the registers; of 16 bits more: V is widened less.
+                # Two rows, whose sums over a row of V fit the registers. More of eight, and of bfloat16: V is
+                # widened less often.
                 at_once = max(2, self.rows // 2)
                 if self.key.storage == "bfloat16":
                     at_once = 4 if self.dot else 8
