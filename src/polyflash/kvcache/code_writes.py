@@ -91,7 +91,8 @@ class Groups:
     def __init__(
         self, pools: CodePools, groups: Any, live: Any, begun: dict[int, Any], known: list[int]
     ) -> None:
-        self.pools, self.layers, own = pools, set[int](), sorted(begun)
+        self.pools, own = pools, sorted(begun)
+        self.layers: set[int] = set()  # torch 2.11's Dynamo calls no set[int]()
         # Values that are known by their codes alone, of a group that this step fills, get room.
         self.buffers = {at: pools.room() if (x := begun[at][1]) is None else x for at in own}
         self.groups, self.live, self.known = groups, live, known
@@ -106,7 +107,8 @@ class OnDevice:
     """Tokens of a step that have scales of their own, in their slots, by a GPU's quantiser."""
 
     def __init__(self, pools: CodePools, slots: Tensor) -> None:
-        self.pools, self.slots, self.layers = pools, slots, set[int]()
+        self.pools, self.slots = pools, slots
+        self.layers: set[int] = set()
 
     def write(self, layer: int, values: Tensor, turn: Turn | None) -> None:
         """Quantises the new tokens of a layer, (total, num_kv_heads, channels), turned on their way."""

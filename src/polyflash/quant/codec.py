@@ -161,7 +161,7 @@ def decode(
 
 
 def transforms() -> str:
-    """What torch.func makes of what is called, from the outermost transform on: Grad, Vmap, Jvp, …"""
+    """The transforms of torch.func that what is called is in, from the outermost on: Grad, Vmap, Jvp, …"""
     return " ".join(level.key().name for level in torch._C._functorch.get_interpreter_stack() or ())
 
 
