@@ -12,7 +12,7 @@ from polyflash.backends.gpu.numbers import Numbers, flags_of, sizes_of
 from polyflash.backends.gpu.views import element_masked, operands_of, rows_of, view_of
 from polyflash.backends.triton import forward, runtime, tables, tiles
 from polyflash.backends.triton.codes_kernel import CodedTensors, attend_codes
-from polyflash.backends.triton.configs import coded_kind, scales_channels, short_coded
+from polyflash.backends.triton.configs import coded_kind, long_coded, scales_channels, short_coded
 from polyflash.backends.triton.constants import Constants
 from polyflash.quant.scheme import Block, Codes, codes_of, per_word
 
@@ -84,17 +84,19 @@ def _side(name: str, codes: Codes, dim: int, block_n: int, page_size: int) -> di
 class Prepared(forward.Prepared):
     """A route's memory between calls."""
 
-    __slots__ = ("short",)
+    __slots__ = ("long", "short")
 
-    def __init__(self, launch: Launch, programs: int = 0) -> None:
+    def __init__(self, launch: Launch, programs: float = 0) -> None:
         super().__init__(launch)
-        self.cores *= programs or tables.CODED_PROGRAMS[scales_channels(launch.spec.codes)]
         self.short: Launch | None = None  # of few keys
-        if config := short_coded(launch.config, launch.spec, launch.target):
-            self.short = copy(launch)
-            self.short.config = config
-            *_, programs = tables.CODED_SHORT[coded_kind(launch.spec, config.block_m)]
-            self.short.prepared = Prepared(self.short, programs)
+        self.long: Launch | None = None  # of many
+        if config := None if programs else short_coded(launch.config, launch.spec, launch.target):
+            *_, some = tables.CODED_SHORT[coded_kind(launch.spec, config.block_m)]
+            self.short = _with(launch, config, some)
+        if config := None if programs else long_coded(launch.config, launch.spec, launch.target):
+            *_, many = tables.CODED_LONG[launch.target.arch]
+            self.long = _with(launch, config, many)
+        self.cores = int(self.cores * (programs or tables.CODED_PROGRAMS[scales_channels(launch.spec.codes)]))
 
     def is_short(self, q: Tensor, k: Tensor, args: Arguments) -> bool:
         """Are there so few blocks of keys? See `tables.CODED_SHORT`."""
@@ -104,6 +106,13 @@ class Prepared(forward.Prepared):
         *_, most, _ = tables.CODED_SHORT[coded_kind(self.short.spec, config.block_m)]
         size, parts = splits(config, q, k, args, cores)
         return abs(size) <= most * config.block_n and q.shape[0] * k.shape[1] * parts <= cores
+
+    def is_long(self, q: Tensor, k: Tensor, args: Arguments) -> bool:
+        """Are there so many keys? See `tables.CODED_LONG`."""
+        if self.long is None or not args.cu_seqlens_q is args.page_table is None:  # pages were not measured
+            return False
+        walks, cores = q.shape[0] * k.shape[1], self.target.cores
+        return walks >= tables.LONG_WALKS * cores or walks * k.shape[2] >= tables.LONG_KEYS * cores
 
     def coded(self, q: Tensor, k: Tensor, out: Tensor, args: Arguments, split: bool) -> Ready:
         page_size = 0 if args.page_table is None else k.shape[2]
@@ -156,6 +165,14 @@ class Prepared(forward.Prepared):
         )
 
 
+def _with(launch: Launch, config: Any, programs: float) -> Launch:
+    """The launch by another config, of so many programs per core."""
+    made = copy(launch)
+    made.config = config
+    made.prepared = Prepared(made, programs)
+    return made
+
+
 def attend_call(
     prepared: Prepared,
     q: Tensor,
@@ -191,9 +208,11 @@ def attend_call(
 def run(
     launch: Launch, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, args: Arguments
 ) -> tuple[Tensor, Tensor]:
-    """The forward's run, of another config where keys are few."""
+    """The forward's run, of another config where keys are few or many."""
     if launch.prepared is None:
         launch.prepared = Prepared(launch)
     if launch.prepared.is_short(q, k, args):
         launch = launch.prepared.short
+    elif launch.prepared.is_long(q, k, args):
+        launch = launch.prepared.long
     return forward.run(launch, q, k, v, out, lse, args, Prepared, attend_call)

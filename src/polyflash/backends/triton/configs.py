@@ -260,13 +260,29 @@ def short_coded(config: DecodeConfig, spec: AttentionSpec, target: Target) -> De
     k = codes_of(spec.codes)[0]
     if config.block_m < LEAST and spec.head_dim <= 64 and k is not None and k.scale.channels == 1:
         tile = None  # H100: the tile of long ones has 0.91 to 1.01 of its time
-    kept = target.kind != "cuda" or spec.dtype == "float32" or Feature.BATCH_INVARIANT in spec.features
-    if tile is None or kept or config != choose_decode(spec, target):
+    if tile is None or not _may_differ(config, spec, target):
         return None
     block_n, warps, stages, *_ = tile
     block_n = min(block_n, config.block_n)
     made = replace(config, block_n=block_n, num_warps=warps, num_stages=stages, max_registers=0)
     return None if made == config else made  # which would have a short one of its own, and so on
+
+
+def long_coded(config: DecodeConfig, spec: AttentionSpec, target: Target) -> DecodeConfig | None:
+    """The config over codes of launches of many keys, where another was measured to be quicker."""
+    tile, dims = tables.CODED_LONG.get(target.arch), (spec.head_dim, spec.head_dim_v)
+    int4 = all(x is not None and x.dtype == "int4" for x in codes_of(spec.codes))
+    measured = int4 and dims == (128, 128) and config.block_m == 4 and config.block_n == 64
+    if tile is None or not measured or not _may_differ(config, spec, target):
+        return None
+    warps, stages, keys, _ = tile
+    return replace(config, num_warps=warps, num_stages=stages, split_keys=keys, max_registers=0)
+
+
+def _may_differ(config: DecodeConfig, spec: AttentionSpec, target: Target) -> bool:
+    """May launches over codes have another config by how many keys they have? Not one that was asked for."""
+    kept = target.kind != "cuda" or spec.dtype == "float32" or Feature.BATCH_INVARIANT in spec.features
+    return not kept and config == choose_decode(spec, target)
 
 
 def _split_keys(spec: AttentionSpec, target: Target, rows: int, bytes_per_key: int = 0) -> int:
