@@ -223,8 +223,9 @@ def test_few_blocks_are_those_of_one_short_request(name: str, most: int):
     assert (configs.short_coded(config, narrow, target) is None) == (name != "int8")
 
 
-def test_many_keys_of_int4_have_a_tile_of_their_own():
+def test_many_keys_of_int4_have_a_tile_of_their_own(monkeypatch):
     """On the chip where it was measured, of whole tensors, and of no call whose bits may follow no length."""
+    monkeypatch.setattr(codes.forward, "run", lambda launch, *rest: launch.config)
     q, *kv = qkv(1, 64, 128, torch.bfloat16)
     for name, arch, has in (("int4", "sm90", True), ("int4-token", "sm90", True), ("mxfp4", "sm90", False),
                             ("int8", "sm90", False), ("int4", "sm100", False)):  # fmt: skip
@@ -234,15 +235,19 @@ def test_many_keys_of_int4_have_a_tile_of_their_own():
         spec = replace(spec, codes=f"{pair[0].form},{pair[1].form}", num_q_heads=4 * spec.num_kv_heads)
         about = {"spec": spec, "target": target, "prepared": None}
         chosen = configs.choose_decode(spec, target)
-        prepared = codes.Prepared(SimpleNamespace(config=chosen, **about))
+        launch = SimpleNamespace(config=chosen, **about)
+        prepared = launch.prepared = codes.Prepared(launch)
         assert (prepared.long is not None) == has, name
         for batch, keys in ((1, 8192), (16, 8192), (64, 100), (64, 8192), (16, 32768)) if has else ():
             q_, k_ = (torch.empty(batch, h, n, 128, device="meta") for h, n in ((32, 1), (8, keys)))
-            assert prepared.is_long(q_, k_, Arguments()) == (batch == 64 or keys > 8192)
+            config = codes.run(launch, q_, k_, None, None, None, Arguments())
+            assert (config.num_warps == 1) == (batch == 64 or keys > 8192)
             assert not prepared.is_long(q_, k_, Arguments(page_table=torch.zeros(1, 1)))
         if has:
             config = prepared.long.config
             assert (config.num_warps, config.num_stages, config.max_registers) == (1, 2, 0)
+            invariant = replace(spec, features=spec.features | {Feature.BATCH_INVARIANT})
+            assert configs.long_coded(configs.choose_decode(invariant, target), invariant, target) is None
             sizes = {n: prepared.long.prepared.config.split_size(w, n, prepared.long.prepared.cores)
                      for w, n in ((512, 8192), (1024, 2000), (512, 4096))}  # fmt: skip
             assert sizes == {8192: 4096, 2000: 4096, 4096: 2048}
