@@ -223,12 +223,21 @@ def test_few_blocks_are_those_of_one_short_request(name: str, most: int):
     assert (configs.short_coded(config, narrow, target) is None) == (name != "int8")
 
 
-def test_many_keys_of_int4_have_a_tile_of_their_own(monkeypatch):
+def test_many_keys_of_codes_have_a_tile_of_their_own(monkeypatch):
     """On the chip where it was measured, of whole tensors, and of no call whose bits may follow no length."""
     monkeypatch.setattr(codes.forward, "run", lambda launch, *rest: launch.config)
     q, *kv = qkv(1, 64, 128, torch.bfloat16)
-    for name, arch, has in (("int4", "sm90", True), ("int4-token", "sm90", True), ("mxfp4", "sm90", False),
-                            ("int8", "sm90", False), ("int4", "sm100", False)):  # fmt: skip
+    int4 = (1, 2, 4096, 0), {8192: 4096, 2000: 4096, 4096: 2048}
+    mxfp4 = (2, 3, 1024, 168), {8192: 1024, 2000: 1024, 4096: 1024}
+    channel = (2, 3, 1024, 168), {8192: 1024, 2000: 1024, 4096: 1024}
+    int8 = (4, 3, 1024, 0), {8192: 4096, 2000: 2048, 4096: 2048}
+    walks, wide = {(128, 300), (256, 1024), (64, 8192)}, {(16, 32768), (64, 8192), (256, 1024)}
+    some = {(64, 100)} | walks
+    for name, arch, made, long in (
+        ("int4", "sm90", int4, some | wide), ("int4-token", "sm90", int4, some | wide),
+        ("mxfp4", "sm90", mxfp4, some | wide), ("int8-channel", "sm90", channel, walks | wide),
+        ("int8", "sm90", int8, some), ("fp8", "sm90", None, set()), ("int4", "sm100", None, set()),
+    ):  # fmt: skip
         pair = [quantize(x, s) for x, s in zip(kv, NAMED[name], strict=True)]
         spec = polyflash.explain(q, *pair, backend="triton").spec
         target = replace(parse(f"cuda:{arch}"), cores=132)
@@ -237,20 +246,21 @@ def test_many_keys_of_int4_have_a_tile_of_their_own(monkeypatch):
         chosen = configs.choose_decode(spec, target)
         launch = SimpleNamespace(config=chosen, **about)
         prepared = launch.prepared = codes.Prepared(launch)
-        assert (prepared.long is not None) == has, name
-        for batch, keys in ((1, 8192), (16, 8192), (64, 100), (64, 8192), (16, 32768)) if has else ():
+        assert (prepared.long is not None) == bool(made), name
+        for batch, keys in {(1, 8192), (16, 8192)} | some | wide if made else ():
             q_, k_ = (torch.empty(batch, h, n, 128, device="meta") for h, n in ((32, 1), (8, keys)))
             config = codes.run(launch, q_, k_, None, None, None, Arguments())
-            assert (config.num_warps == 1) == (batch == 64 or keys > 8192)
+            assert (config == prepared.long.config) == ((batch, keys) in long), (name, batch, keys)
             assert not prepared.is_long(q_, k_, Arguments(page_table=torch.zeros(1, 1)))
-        if has:
+        if made:
             config = prepared.long.config
-            assert (config.num_warps, config.num_stages, config.max_registers) == (1, 2, 0)
+            assert tuple(getattr(config, n) for n in configs.LONG_FIELDS) == made[0], name
+            assert all(getattr(config, n) == getattr(chosen, n) for n in ("block_m", "block_n", "base2"))
             invariant = replace(spec, features=spec.features | {Feature.BATCH_INVARIANT})
             assert configs.long_coded(configs.choose_decode(invariant, target), invariant, target) is None
             sizes = {n: prepared.long.prepared.config.split_size(w, n, prepared.long.prepared.cores)
                      for w, n in ((512, 8192), (1024, 2000), (512, 4096))}  # fmt: skip
-            assert sizes == {8192: 4096, 2000: 4096, 4096: 2048}
+            assert sizes == made[1], (name, sizes)
 
 
 def test_many_parts_of_turned_codes_are_merged_by_more():

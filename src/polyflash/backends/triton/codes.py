@@ -12,7 +12,7 @@ from polyflash.backends.gpu.numbers import Numbers, flags_of, sizes_of
 from polyflash.backends.gpu.views import element_masked, operands_of, rows_of, view_of
 from polyflash.backends.triton import forward, runtime, tables, tiles
 from polyflash.backends.triton.codes_kernel import CodedTensors, attend_codes
-from polyflash.backends.triton.configs import coded_kind, long_coded, scales_channels, short_coded
+from polyflash.backends.triton.configs import coded_kind, long_coded, long_key, scales_channels, short_coded
 from polyflash.backends.triton.constants import Constants
 from polyflash.quant.scheme import Block, Codes, codes_of, per_word
 
@@ -84,18 +84,21 @@ def _side(name: str, codes: Codes, dim: int, block_n: int, page_size: int) -> di
 class Prepared(forward.Prepared):
     """A route's memory between calls."""
 
-    __slots__ = ("long", "short")
+    __slots__ = ("long", "many", "short")
 
     def __init__(self, launch: Launch, programs: float = 0) -> None:
         super().__init__(launch)
         self.short: Launch | None = None  # of few keys
-        self.long: Launch | None = None  # of many
-        if config := None if programs else short_coded(launch.config, launch.spec, launch.target):
-            *_, some = tables.CODED_SHORT[coded_kind(launch.spec, config.block_m)]
-            self.short = _with(launch, config, some)
-        if config := None if programs else long_coded(launch.config, launch.spec, launch.target):
-            *_, many = tables.CODED_LONG[launch.target.arch]
-            self.long = _with(launch, config, many)
+        self.long: Launch | None = None  # of many, as many as these say
+        self.many: tables.ManyKeys | None = None
+        if not programs:
+            about = launch.config, launch.spec, launch.target
+            if config := short_coded(*about):
+                *_, some = tables.CODED_SHORT[coded_kind(launch.spec, config.block_m)]
+                self.short = _with(launch, config, some)
+            if config := long_coded(*about):
+                self.many = tables.CODED_LONG[long_key(launch.spec, launch.target)]
+                self.long = _with(launch, config, self.many.programs)
         self.cores = int(self.cores * (programs or tables.CODED_PROGRAMS[scales_channels(launch.spec.codes)]))
 
     def is_short(self, q: Tensor, k: Tensor, args: Arguments) -> bool:
@@ -109,10 +112,10 @@ class Prepared(forward.Prepared):
 
     def is_long(self, q: Tensor, k: Tensor, args: Arguments) -> bool:
         """Are there so many keys? See `tables.CODED_LONG`."""
-        if self.long is None or not args.cu_seqlens_q is args.page_table is None:  # pages were not measured
+        if self.many is None or not args.cu_seqlens_q is args.page_table is None:  # pages were not measured
             return False
         walks, cores = q.shape[0] * k.shape[1], self.target.cores
-        return walks >= tables.LONG_WALKS * cores or walks * k.shape[2] >= tables.LONG_KEYS * cores
+        return walks >= self.many.walks * cores or walks * k.shape[2] >= self.many.keys * cores
 
     def coded(self, q: Tensor, k: Tensor, out: Tensor, args: Arguments, split: bool) -> Ready:
         page_size = 0 if args.page_table is None else k.shape[2]

@@ -58,6 +58,7 @@ SPLIT_LENGTH = 8192  # one request of so many keys fills the device twice
 MOST_CODED_ROWS = 32  # whose products take their operands from registers, where codes are unpacked
 TURNED_ROWS = 8  # columns of the right operand of NVIDIA's matrix instructions
 MOST_CODED_DIM = 256
+LONG_FIELDS = ("num_warps", "num_stages", "split_keys", "max_registers")  # of `tables.ManyKeys`, in configs
 FP8_VALUES = Codes("fp8_e4m3", Block(), None, "fp8")
 # No matrix unit of e4m3; gfx942 has one of other codes, and Triton 3.6 ends when it compiles for gfx1201.
 WITHOUT_FP8 = ("sm80", "sm86", "gfx90a", "gfx942", "gfx1100", "gfx1201")
@@ -270,13 +271,18 @@ def short_coded(config: DecodeConfig, spec: AttentionSpec, target: Target) -> De
 
 def long_coded(config: DecodeConfig, spec: AttentionSpec, target: Target) -> DecodeConfig | None:
     """The config over codes of launches of many keys, where another was measured to be quicker."""
-    tile, dims = tables.CODED_LONG.get(target.arch), (spec.head_dim, spec.head_dim_v)
-    int4 = all(x is not None and x.dtype == "int4" for x in codes_of(spec.codes))
-    measured = int4 and dims == (128, 128) and config.block_m == 4 and config.block_n == 64
+    tile, dims = tables.CODED_LONG.get(long_key(spec, target)), (spec.head_dim, spec.head_dim_v)
+    block_n, *_ = tables.CODED["cuda", coded_kind(spec, config.block_m)]
+    measured = dims == (128, 128) and config.block_m == 4 and config.block_n == block_n
     if tile is None or not measured or not _may_differ(config, spec, target):
         return None
-    warps, stages, keys, _ = tile
-    return replace(config, num_warps=warps, num_stages=stages, split_keys=keys, max_registers=0)
+    return replace(config, **{name: getattr(tile, name) for name in LONG_FIELDS})
+
+
+def long_key(spec: AttentionSpec, target: Target) -> tuple[str, str, bool]:
+    """The key of `tables.CODED_LONG`; no key is of K and V in two dtypes."""
+    dtypes = {x.dtype if x else "" for x in codes_of(spec.codes)}
+    return target.arch, "+".join(sorted(dtypes)), scales_channels(spec.codes)
 
 
 def _may_differ(config: DecodeConfig, spec: AttentionSpec, target: Target) -> bool:

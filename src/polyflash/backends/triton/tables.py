@@ -363,12 +363,29 @@ CODED_SHORT: dict[str, tuple[int, int, int, int, int]] = {
     "turned": (64, 4, 2, 4, 2),
     "turned4": (64, 4, 2, 1, 1),
 }
-# chip -> warps, stages, keys of a split and programs per core of launches of many keys over int4 codes of
-# head_dim 128, up to 4 rows; and how many walks, or keys of all walks, they have per core at least. A program
-# of one warp waits for no other; eight of a core are held, and of 132 cores 1,024 programs, as batches are
-# powers of two. H200: docs/results/2026-11-30-h200-int4-one-warp.md
-CODED_LONG: dict[str, tuple[int, int, int, float]] = {"sm90": (1, 2, 4096, 7.76)}
-LONG_WALKS, LONG_KEYS = 3, 12288
+
+
+class ManyKeys(NamedTuple):
+    """Launches over codes that have at least so many walks, or keys of all walks, per core."""
+
+    num_warps: int
+    num_stages: int
+    split_keys: int
+    max_registers: int
+    programs: float  # per core
+    walks: float
+    keys: float = float("inf")
+
+
+# chip, codes, whether channels have scales -> of head_dim 128, up to 4 rows. A program of one warp waits for
+# no other; eight of a core are held, and of 132 cores 1,024 programs, as batches are powers of two. H200:
+# docs/results/2026-11-30-h200-int4-one-warp.md, ...-h200-long-splits.md
+CODED_LONG: dict[tuple[str, str, bool], ManyKeys] = {
+    ("sm90", "int4", True): ManyKeys(1, 2, 4096, 0, 7.76, walks=3, keys=12288),
+    ("sm90", "mxfp4", True): ManyKeys(2, 3, 1024, 168, 4, walks=3, keys=12288),
+    ("sm90", "int8", True): ManyKeys(2, 3, 1024, 168, 4, walks=7, keys=12288),
+    ("sm90", "int8", False): ManyKeys(4, 3, 1024, 0, 1, walks=3),
+}
 # Likewise: programs per core that few walks are cut into, as unpacking takes turns with waiting. H100: int8
 # against 64k keys had 0.81 of the time with 1 that it had with 3, int4 0.89 to 1.01 with 4 of that with 6
 CODED_PROGRAMS = {False: 1, True: 4}
