@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from dataclasses import replace
@@ -276,10 +277,12 @@ def test_pages_splits_and_heads_change_no_bit(monkeypatch, heads, name):
     plain = tuple(s if s.smoothing != "mean" else replace(s, smoothing="block_mean") for s in schemes)
     k, v = (quantize(randn(2, 2, keys, 128, seed=n), s) for n, s in enumerate(plain))
     q = randn(2, heads, 1, 128, dtype=torch.bfloat16)
-    want = decode(q, k, v, split=256, **seen)
     made, table = in_pages(k, v, size)
-    check_items(monkeypatch, name, want, lambda: decode(q, *made, split=256, page_table=table, **seen))
-    check_items(monkeypatch, name, want, lambda: decode(q, k, v, split=256, **seen))
+    for block_n in (size, 2 * size):  # of one page; of two, and too long to be read by turns
+        call = functools.partial(decode, q, split=256, block_n=block_n, **seen)
+        want = call(k, v)
+        check_items(monkeypatch, name, want, functools.partial(call, *made, page_table=table))
+        check_items(monkeypatch, name, want, functools.partial(call, k, v))
 
 
 def in_pages(k, v, size):

@@ -67,6 +67,15 @@ def test_scheme(name: str, dtype: torch.dtype):
     check(found.out, found.lse, replace(want, out=right.out, lse=right.lse), label=f"{name} {dtype}")
 
 
+@pytest.mark.parametrize("rows", (1, 6))
+def test_a_scaled_q_is_not_rounded(rows: int):
+    """What were rounded of it would be the same for all keys of a channel, and show in their sum."""
+    q, k, v = qkv(rows, 64, 32, torch.bfloat16)
+    k, v = (quantize(x, s) for x, s in zip((k + 8, v), SCHEMES["int8-channel"], strict=True))
+    right = attention_reference(q.double(), *(x.values(torch.float64) for x in (k, v)))
+    assert float((run(q, k, v).lse - right.lse).abs().max()) < 1e-3
+
+
 @pytest.mark.parametrize("name", ["int4", "int4-token", "mxfp4"])
 def test_tables_of_16_bits_lie_anywhere(name: str):
     q, k, v = qkv(1, 75, 64, torch.bfloat16)
