@@ -90,15 +90,16 @@ def test_bits_repeat(method: str, ranks: int):
         )
 
 
+@pytest.mark.parametrize("ranks", [2, 3])  # two have a way of their own
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("method", METHODS)
-def test_bits_do_not_follow_the_batch(method: str, kind: torch.dtype):
+def test_bits_do_not_follow_the_batch(method: str, kind: torch.dtype, ranks: int):
     """Outputs and gradients of a request are those that it has alone, beside whatever else."""
     draw = torch.Generator().manual_seed(3)
-    whole = [torch.randn(3, h, 43, 16, generator=draw).to(kind) for h in (4, 2, 2, 4)]
+    whole = [torch.randn(3, h, 43, 16, generator=draw).to(kind) for h in (12, 6, 6, 12)]
     how: dict[str, Any] = {"method": method, "causal": True}
-    together = simulate(2, lambda g: trained(g, whole, **how))[0]
-    alone = simulate(2, lambda g: trained(g, [x[1:2] for x in whole], **how))[0]
+    together = simulate(ranks, lambda g: trained(g, whole, **how))[0]
+    alone = simulate(ranks, lambda g: trained(g, [x[1:2] for x in whole], **how))[0]
     for a, b in zip(together, alone, strict=True):
         assert all(torch.equal(x[1:2], y) for x, y in zip(a, b, strict=True))
 
@@ -149,10 +150,11 @@ def test_kernels_that_keep_16_bits_hand_over_sums(method: str, monkeypatch: pyte
 
 @pytest.mark.parametrize("right", [{"causal": True}, {"causal": True, "q_offset": 3}, {"window": (None, 9)}])
 def test_rows_joined_in_a_call_see_what_they_saw_apart(right: dict[str, Any]):
-    """The chunks of a shard are one call where no row of the early one sees beyond its own keys."""
+    """The chunks of a shard are one call where no row of the early one sees beyond its own keys; two ranks
+    have a way of their own."""
     whole = whole_of(64)
     results, _ = simulate(
-        2, lambda g: [parallel.restore(x, group=g) for x in trained(g, whole, method="ring", **right)]
+        3, lambda g: [parallel.restore(x, group=g) for x in trained(g, whole, method="ring", **right)]
     )
     leaves = [x.double().requires_grad_() for x in whole[:3]]
     out = attention_reference(*leaves, **right).out
