@@ -57,7 +57,7 @@ def _meta(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
 
 _LONG: dict[str, Any] = {"seqlen_q": LONGEST_ROWS, "seqlen_k": LONGEST_ROWS}
 _TOKEN: dict[str, Any] = {"query_heads": 32, "kv_heads": 8, "seqlen_q": 1}
-_FEW: dict[str, Any] = {**_TOKEN, "seqlen_q": 2}
+_FEW: dict[str, Any] = {**_TOKEN, "seqlen_q": 4}
 _CAUSAL, _WINDOW, _LENS = {"causal": True}, {"causal": True, "window_left": 512}, {"kv_lens": _meta(BATCH)}
 _STARTS = {**_LENS, "kv_starts": _meta(BATCH)}
 _CAPPED = {"causal": True, "softcap": 30.0, "sinks": _meta(HEADS, dtype=torch.float32)}

@@ -76,6 +76,31 @@ def test_a_scaled_q_is_not_rounded(rows: int):
     assert float((run(q, k, v).lse - right.lse).abs().max()) < 1e-3
 
 
+@pytest.mark.parametrize(
+    ("name", "dtype", "group", "rows"),
+    [
+        ("int4", torch.bfloat16, 4, 1),
+        ("int4", torch.float16, 4, 1),
+        ("int4", torch.float16, 8, 1),
+        ("mxfp4", torch.float16, 8, 1),
+        ("int4", torch.float16, 2, 3),
+        ("int4-blocks", torch.float16, 2, 3),
+    ],
+)
+def test_blocks_of_values_share_scales(name: str, dtype: torch.dtype, group: int, rows: int):
+    """Products are of as many parts as hold what float16 does."""
+    q, k, v = qkv(rows, 75, 128, dtype)
+    q = torch.cat([q[:, :2] * (0.5 + i) for i in range(group)], 1)
+    k, v = (quantize(x, s) for x, s in zip((k, v), SCHEMES[name], strict=True))
+    found = run(q, k, v)
+    values = [x.values(torch.float64) for x in (k, v)]
+    right = attention_reference(q.double(), *values)
+    want = expect(q, *(x.values(dtype) for x in (k, v)))
+    check(found.out, found.lse, replace(want, out=right.out, lse=right.lse), label=f"{name} {dtype}")
+    if dtype == torch.float16:
+        assert (found.out - right.out).norm() < 4e-4 * right.out.norm()
+
+
 @pytest.mark.parametrize("name", ["int4", "int4-token", "mxfp4"])
 def test_tables_of_16_bits_lie_anywhere(name: str):
     q, k, v = qkv(1, 75, 64, torch.bfloat16)
@@ -270,6 +295,32 @@ def test_many_keys_of_codes_have_a_tile_of_their_own(monkeypatch):
             sizes = {n: prepared.long.prepared.config.split_size(w, n, prepared.long.prepared.cores)
                      for w, n in ((512, 8192), (1024, 2000), (512, 4096))}  # fmt: skip
             assert sizes == made[1], (name, sizes)
+
+
+def test_few_rows_of_codes_have_a_tile_of_their_own(monkeypatch):
+    """Routes know 2 to 16 query rows as one; launches of 8 rows of a kv head or fewer are turned."""
+    monkeypatch.setattr(codes.forward, "run", lambda launch, *rest: launch.config)
+    q, *kv = qkv(2, 64, 128, torch.bfloat16)
+    target = replace(parse("cuda:sm90"), cores=132)
+    for name, many, few in (
+        ("int4", (16, 64, 2, 2), (8, 64, 2, 3)), ("mxfp4", (16, 64, 2, 2), (8, 64, 2, 3)),
+        ("int8-channel", (16, 64, 2, 2), (8, 64, 2, 2)), ("int8", (32, 128, 4, 3), (8, 64, 2, 3)),
+    ):  # fmt: skip
+        pair = [quantize(x, s) for x, s in zip(kv, NAMED[name], strict=True)]
+        spec = polyflash.explain(q, *pair, backend="triton").spec
+        spec = replace(spec, codes=f"{pair[0].form},{pair[1].form}", num_q_heads=4 * spec.num_kv_heads)
+        launch = SimpleNamespace(
+            config=configs.choose_decode(spec, target), spec=spec, target=target, prepared=None
+        )
+        for rows, heads, wanted in ((2, 32, few), (8, 8, few), (3, 32, many), (9, 8, many), (16, 32, many)):
+            q_, k_ = (torch.empty(64, h, n, 128, device="meta") for h, n in ((heads, rows), (8, 8192)))
+            config = codes.run(launch, q_, k_, None, None, None, Arguments())
+            tile = config.block_m, config.block_n, config.num_warps, config.num_stages
+            assert tile == wanted, (name, rows, heads, tile)
+            packed = codes.run(launch, q_, k_, None, None, None, Arguments(cu_seqlens_q=torch.zeros(2)))
+            assert packed == launch.config
+        for other in (replace(spec, dtype="float16"), replace(spec, features={Feature.BATCH_INVARIANT})):
+            assert configs.few_coded(configs.choose_decode(other, target), other, target) is None
 
 
 def test_many_parts_of_turned_codes_are_merged_by_more():

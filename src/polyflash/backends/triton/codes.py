@@ -10,9 +10,8 @@ import torch
 from polyflash.backends.gpu.launch import splits, tile_count
 from polyflash.backends.gpu.numbers import Numbers, flags_of, sizes_of
 from polyflash.backends.gpu.views import element_masked, operands_of, rows_of, view_of
-from polyflash.backends.triton import forward, runtime, tables, tiles
+from polyflash.backends.triton import configs, forward, runtime, tables, tiles
 from polyflash.backends.triton.codes_kernel import CodedTensors, attend_codes
-from polyflash.backends.triton.configs import coded_kind, long_coded, long_key, scales_channels, short_coded
 from polyflash.backends.triton.constants import Constants
 from polyflash.quant.scheme import Block, Codes, codes_of, per_word
 
@@ -84,29 +83,38 @@ def _side(name: str, codes: Codes, dim: int, block_n: int, page_size: int) -> di
 class Prepared(forward.Prepared):
     """A route's memory between calls."""
 
-    __slots__ = ("long", "many", "short")
+    __slots__ = ("few", "long", "many", "short")
 
     def __init__(self, launch: Launch, programs: float = 0) -> None:
         super().__init__(launch)
+        self.few: Launch | None = None  # of few rows
         self.short: Launch | None = None  # of few keys
         self.long: Launch | None = None  # of many, as many as these say
         self.many: tables.ManyKeys | None = None
+        usual = tables.CODED_PROGRAMS[configs.scales_channels(launch.spec.codes)]
         if not programs:
             about = launch.config, launch.spec, launch.target
-            if config := short_coded(*about):
-                *_, some = tables.CODED_SHORT[coded_kind(launch.spec, config.block_m)]
+            if config := configs.few_coded(*about):
+                self.few = _with(launch, config, usual)
+            if config := configs.short_coded(*about):
+                *_, some = tables.CODED_SHORT[configs.coded_kind(launch.spec, config.block_m)]
                 self.short = _with(launch, config, some)
-            if config := long_coded(*about):
-                self.many = tables.CODED_LONG[long_key(launch.spec, launch.target)]
+            if config := configs.long_coded(*about):
+                self.many = tables.CODED_LONG[configs.long_key(launch.spec, launch.target)]
                 self.long = _with(launch, config, self.many.programs)
-        self.cores = int(self.cores * (programs or tables.CODED_PROGRAMS[scales_channels(launch.spec.codes)]))
+        self.cores = int(self.cores * (programs or usual))
+
+    def is_few(self, q: Tensor, k: Tensor, args: Arguments) -> bool:
+        """Has a kv head so few rows that its products are turned?"""
+        rows = q.shape[2] * (q.shape[1] // k.shape[1])
+        return self.few is not None and args.cu_seqlens_q is None and rows <= self.few.config.block_m
 
     def is_short(self, q: Tensor, k: Tensor, args: Arguments) -> bool:
         """Are there so few blocks of keys? See `tables.CODED_SHORT`."""
         if self.short is None or args.cu_seqlens_q is not None:
             return False
         config, cores = self.short.config, self.short.prepared.cores
-        *_, most, _ = tables.CODED_SHORT[coded_kind(self.short.spec, config.block_m)]
+        *_, most, _ = tables.CODED_SHORT[configs.coded_kind(self.short.spec, config.block_m)]
         size, parts = splits(config, q, k, args, cores)
         return abs(size) <= most * config.block_n and q.shape[0] * k.shape[1] * parts <= cores
 
@@ -145,8 +153,10 @@ class Prepared(forward.Prepared):
             if name == "V":  # one largest scale for all rows, so they see the same keys; sums have V's units
                 half = half and alone and sides["V_SHIFT"] != "channel"
             sides[f"{name}_HALF"] = half and PARTS[q.dtype] == 1
-        # Groups of 8 words of V have scales: are there pairs of them for two warps, and one row of 4 heads?
-        pairs = alone and self.config.block_m == 4 and PARTS[q.dtype] == 1 and sides["V_WORDS"] >= 32
+        # Groups of 8 words of V have scales: are there pairs of them for two warps, and one row of each head?
+        # Of 8 rows in one part V times its scales takes less.
+        few = 4 if PARTS[q.dtype] == 1 else 8 if PARTS[q.dtype] == 2 else 0
+        pairs = alone and self.config.block_m <= few and sides["V_WORDS"] >= 32
         pairs = pairs and sides["V_SCALE"] == "element" and sides["V_PER"] == 4
         sides["V_GROUPED"] = pairs and sides["V_CHANNELS"] == sides.get("V_SHIFT_CHANNELS", 32) == 32
         floats = "fp8" in sides["K_CODES"] + sides["V_CODES"]
@@ -211,10 +221,12 @@ def attend_call(
 def run(
     launch: Launch, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, args: Arguments
 ) -> tuple[Tensor, Tensor]:
-    """The forward's run, of another config where keys are few or many."""
+    """The forward's run, of another config where rows or keys are few, or keys many."""
     if launch.prepared is None:
         launch.prepared = Prepared(launch)
-    if launch.prepared.is_short(q, k, args):
+    if launch.prepared.is_few(q, k, args):
+        launch = launch.prepared.few
+    elif launch.prepared.is_short(q, k, args):
         launch = launch.prepared.short
     elif launch.prepared.is_long(q, k, args):
         launch = launch.prepared.long

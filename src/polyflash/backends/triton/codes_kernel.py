@@ -30,6 +30,7 @@ from polyflash.backends.triton.codes_tiles import (
     of_groups,
     of_keys,
     of_own_group,
+    of_parts,
     offsets_of_block,
     once,
     ones,
@@ -38,6 +39,7 @@ from polyflash.backends.triton.codes_tiles import (
     product_of_halves,
     room,
     rounded_values,
+    scaled_weights,
     summed,
     times,
     turned,
@@ -48,12 +50,11 @@ from polyflash.backends.triton.forward_kernel import finalize, of_split
 from polyflash.backends.triton.places import (
     Blocks,
     Keys,
-    Place,
-    find_band,
     find_rows,
     head_offsets,
     load_tile,
     load_turned,
+    narrowed,
     tile_rows,
     unravel,
 )
@@ -142,14 +143,17 @@ def score_class(
     b_k = decoded(b_w, CLASS, "int4+136" if HIGH else side.CODES, c.PTX, side.HALF)
     b_x = b_q[CLASS]
     b_wide = b_x.to(tl.float32)
-    if side.CODES == "mxfp4" and side.SCALE == "element" and c.PARTS == 1 and c.PTX:  # scales: powers of two
+    # Scales of mxfp4 are powers of two, so that rounding takes nothing from it, unless there are shifts.
+    EXACT: tl.constexpr = side.CODES == "mxfp4" and (c.PARTS == 1 or side.SHIFT == "")
+    if EXACT and side.SCALE == "element" and c.PTX:
         b_k = rounded_values(b_k, keys, t.k_scale, t.k_shift, CLASS, side, True, rows, place, t, c)
-        b_s = dot(b_x, b_k, b_s, c)
+        b_s = times(parts_of(b_x, c.PARTS), b_k, b_s, c.PARTS, c)
     elif side.SCALE == "element":
         b_k = values(b_k, keys, t.k_scale, t.k_shift, CLASS, side, True, rows, place, t, c)
-        if c.PARTS == 1:  # two parts, as of a scaled q
+        if c.PARTS < 3:  # two parts, as of a scaled q
             b_high, b_low, _ = parts_of(b_k, 2, False)
-            b_s = dot(b_x, b_high, dot(b_x, b_low, b_s, c), c)
+            b_parts = parts_of(b_x, c.PARTS)
+            b_s = times(b_parts, b_high, dot(b_parts[0], b_low, b_s, c), c.PARTS, c)
         else:
             b_s = dot(b_wide, b_k, b_s, c)
     elif side.SCALE == "channel":
@@ -215,7 +219,8 @@ def score_channels(b_q, o_k, keys, side, rows, place, t, c):
     b_wide = b_q.to(tl.float32)
     b_scale = of_channels(keys.j_0, t.k_scale, side.TOKENS, side, rows, place, t, c)
     CODES: tl.constexpr = "int4+136" if HIGH else side.CODES
-    b_s = product_of_halves(b_wide * b_scale[None, :], b_w, CODES, side.PER, c)
+    b_s = product_of_halves(b_q, b_scale, b_w, CODES, side.PER, c)
+    b_scale = b_scale.to(tl.float32)
     if side.SHIFT == "channel":
         b_t = of_channels(keys.j_0, t.k_shift, side.SHIFT_TOKENS, side, rows, place, t, c)
         if HIGH:
@@ -237,8 +242,9 @@ def add_class(CLASS: tl.constexpr, acc, weights, b_w, keys, side, rows, place, t
     # Integers lie below the bits of 128 as they are loaded: this leaves the sum of a block.
     HIGH: tl.constexpr = c.TURNED and side.CODES == "int4" and side.SCALE == "key" and c.PARTS == 1
     b_v = decoded(b_w, CLASS, "int4+136" if HIGH and not AGAIN else side.CODES, c.PTX, side.HALF)
+    EXACT: tl.constexpr = side.CODES == "mxfp4" and side.SHIFT == ""  # powers of two: nothing is rounded
     if side.SCALE == "element":
-        if c.PARTS == 1 and c.PTX:
+        if (c.PARTS == 1 or EXACT) and c.PTX:
             b_v = rounded_values(b_v, keys, t.v_scale, t.v_shift, CLASS, side, c.TURNED, rows, place, t, c)
         else:
             b_v = values(b_v, keys, t.v_scale, t.v_shift, CLASS, side, c.TURNED, rows, place, t, c)
@@ -262,6 +268,9 @@ def add_class(CLASS: tl.constexpr, acc, weights, b_w, keys, side, rows, place, t
         b_o = times(b_parts, b_v, tl.zeros(acc.shape, tl.float32), c.PARTS, c)
         b_t = of_class(keys.j_0, t.v_scale, side.TOKENS, CLASS, side, rows, place, t, c)
         acc += tl.where(turned((b_some == 0.0)[:, None], c), 0.0, b_o * turned(b_t[None, :], c))
+    elif b_v.dtype == tl.float32 and c.PARTS == 2:
+        b_high, b_low, _ = parts_of(b_v, 2)
+        acc = times(b_parts, b_high, dot(b_parts[0], b_low, acc, c), 2, c)
     elif b_v.dtype == tl.float32:
         acc += dot(b_p, b_v, tl.zeros(acc.shape, tl.float32), c)
     else:
@@ -281,27 +290,28 @@ def add_class(CLASS: tl.constexpr, acc, weights, b_w, keys, side, rows, place, t
 
 @triton.jit
 def add_groups(b_p, alpha, sums, keys, side, rows, place, t, c):
-    """`add_block` of 4 rows where groups of 8 words have scales: weights are scaled, not V, by the scales of
-    either group of a pair as columns of a product of both, of which each has its own at the end."""
+    """`add_block` of rows that see the same keys where groups of 8 words have scales: weights are scaled, not
+    V, by the scales of either group of a pair as columns of a product of both, of which each has its own at
+    the end."""
     PAIRS: tl.constexpr = side.WORDS // 16
-    HIGH: tl.constexpr = side.CODES == "int4"
+    HIGH: tl.constexpr = side.CODES == "int4" and c.PARTS == 1
     o_v, _ = offsets_of_block(keys.j_0, t.v, rows, place, t, c)
     b_w, b_p = load_grouped(o_v, keys.m_n, side, t, c), tl.trans(b_p)[None, :, :, None]
-    b_x = b_p * of_groups(keys, t.v_scale, side.TOKENS, side, rows, place, t, c)
-    b_x = b_x.reshape(PAIRS, c.BLOCK_N, 8).to(tl.bfloat16)
+    b_x = scaled_weights(b_p, of_groups(keys, t.v_scale, side.TOKENS, side, rows, place, t, c), c)
     b_one = tl.full([PAIRS, 16, c.BLOCK_N], 1.0, tl.float32)
-    b_o = tl.zeros([PAIRS, 16, 8], tl.float32)
+    b_o = tl.zeros([PAIRS, 16, 2 * c.BLOCK_M], tl.float32)
     if HIGH:
-        b_o = tl.dot((b_one * -136.0).to(tl.bfloat16), b_x)
+        b_o = of_parts((b_one * -136.0).to(tl.bfloat16), b_x, b_o, c)
     if side.SHIFT != "":
-        b_t = b_p * of_groups(keys, t.v_shift, side.SHIFT_TOKENS, side, rows, place, t, c)
-        b_o = tl.dot(b_one.to(tl.bfloat16), b_t.reshape(PAIRS, c.BLOCK_N, 8).to(tl.bfloat16), b_o)
-    b_alpha = tl.broadcast_to(twice(alpha, c)[None, None, :], b_o.shape)
+        b_t = scaled_weights(b_p, of_groups(keys, t.v_shift, side.SHIFT_TOKENS, side, rows, place, t, c), c)
+        b_o = of_parts(b_one.to(tl.bfloat16), b_t, b_o, c)
+    b_alpha = tl.join(alpha, alpha).reshape(2 * c.BLOCK_M)
+    b_alpha = tl.broadcast_to(b_alpha[None, None, :], b_o.shape)
     CODES: tl.constexpr = "int4+136" if HIGH else side.CODES
-    acc0 = tl.fma(sums.acc0, b_alpha, tl.dot(decoded(b_w, 0, CODES, c.PTX), b_x, b_o))
-    acc1 = tl.fma(sums.acc1, b_alpha, tl.dot(decoded(b_w, 1, CODES, c.PTX), b_x, b_o))
-    acc2 = tl.fma(sums.acc2, b_alpha, tl.dot(decoded(b_w, 2, CODES, c.PTX), b_x, b_o))
-    acc3 = tl.fma(sums.acc3, b_alpha, tl.dot(decoded(b_w, 3, CODES, c.PTX), b_x, b_o))
+    acc0 = tl.fma(sums.acc0, b_alpha, of_parts(decoded(b_w, 0, CODES, c.PTX), b_x, b_o, c))
+    acc1 = tl.fma(sums.acc1, b_alpha, of_parts(decoded(b_w, 1, CODES, c.PTX), b_x, b_o, c))
+    acc2 = tl.fma(sums.acc2, b_alpha, of_parts(decoded(b_w, 2, CODES, c.PTX), b_x, b_o, c))
+    acc3 = tl.fma(sums.acc3, b_alpha, of_parts(decoded(b_w, 3, CODES, c.PTX), b_x, b_o, c))
     return CodedSums(sums.m_i, sums.l_i, sums.l_lost, sums.shifts, acc0, acc1, acc2, acc3, sums.room)
 
 
@@ -451,20 +461,6 @@ def interleaved(sums, c):
 
 
 @triton.jit
-def narrowed(rows, place, t, n, c):
-    """The place with only the keys that its one row sees."""
-    if t.x.row_bounds is None:
-        band = find_band(place, n, c)
-        start = tl.maximum(band.lo, place.start)
-        live = tl.where(place.rows > 0, tl.minimum(band.hi, place.live), 0)
-    else:
-        start = tl.min(tl.where(rows.m_row, rows.o_lo, place.live), 0)
-        live = tl.max(rows.o_hi, 0)
-    x = place
-    return Place(x.i_b, x.i_batch, x.first_q, x.first_k, x.rows, start, live, x.position)
-
-
-@triton.jit
 def attend_codes(t, n, c):
     """One program per tile of rows and split of keys, splits the fastest."""
     i_t, i_s = tl.program_id(0) // n.num_splits, tl.program_id(0) % n.num_splits
@@ -478,7 +474,7 @@ def attend_codes(t, n, c):
     b_q = load_rows(rows, place, t, c)
     m_i, l_i = tl.full([c.BLOCK_M], LOWEST, tl.float32), tl.zeros([c.BLOCK_M], tl.float32)
     if c.V_GROUPED:
-        acc = tl.zeros([c.V_WORDS // 16, 16, 8], tl.float32)
+        acc = tl.zeros([c.V_WORDS // 16, 16, 2 * c.BLOCK_M], tl.float32)
     else:
         acc = turned(twice(tl.zeros([c.BLOCK_M, c.V_WORDS], tl.float32), c), c)
     rest = acc if c.V_PER > 2 else m_i

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from polyflash.backends.triton.places import block_offsets, table_rows
 from polyflash.backends.triton.products import product
-from polyflash.backends.triton.ptx import halves, multiply_add, unpacked, unpacked_bytes
+from polyflash.backends.triton.ptx import halves, multiply_add, product_halves, unpacked, unpacked_bytes
 
 
 @triton.jit
@@ -147,8 +147,9 @@ def entries_at(table, o_x, m):
     """Entries of a table, 0 where `m` says no. Those of 16 bits come in words of 32, which are copied to
     shared memory ahead of their use: alone they would be waited for."""
     if table.p.dtype.element_ty == tl.bfloat16:
-        b_even, b_odd = words_at(table, o_x, m)
-        b_x = tl.where((o_x & 1) == 0, b_even, b_odd)
+        b_w = words_at(table, o_x, m)
+        b_even, b_odd = b_w << 16, b_w & -0x10000
+        b_x = tl.where((o_x & 1) == 0, b_even, b_odd).to(tl.float32, bitcast=True)
     else:
         b_x = tl.load(table.p + o_x, mask=m, other=0.0)
     return b_x
@@ -156,16 +157,16 @@ def entries_at(table, o_x, m):
 
 @triton.jit
 def pairs_at(table, o_x, m):
-    """Entries of 16 bits at even offsets and those behind them, side by side."""
-    b_even, b_odd = words_at(table, o_x, m)
-    return tl.join(b_even, b_odd)
+    """Entries of 16 bits at even offsets and those behind them, side by side, bfloat16."""
+    b_w = words_at(table, o_x, m)
+    b_even, b_odd = (b_w & 0xFFFF).to(tl.int16), (b_w >> 16).to(tl.int16)
+    return tl.join(b_even.to(tl.bfloat16, bitcast=True), b_odd.to(tl.bfloat16, bitcast=True))
 
 
 @triton.jit
 def words_at(table, o_x, m):
-    """The two entries of words of 32 bits."""
-    b_w = tl.load(table.p.to(tl.pointer_type(tl.int32)) + (o_x >> 1), mask=m, other=0)
-    return (b_w << 16).to(tl.float32, bitcast=True), (b_w & -0x10000).to(tl.float32, bitcast=True)
+    """Words of 32 bits, of two entries each."""
+    return tl.load(table.p.to(tl.pointer_type(tl.int32)) + (o_x >> 1), mask=m, other=0)
 
 
 @triton.jit
@@ -242,13 +243,42 @@ def of_groups(keys, table, TOKENS: tl.constexpr, side, rows, place, t, c):
 
 
 @triton.jit
+def scaled_weights(b_p, b_t, c):
+    """Weights [1, keys, rows, 1] times entries of groups, for products, in one bfloat16 part or two. One,
+    beside entries of bfloat16, is rounded before and after: half of the instructions."""
+    SHAPE: tl.constexpr = [b_t.shape[0], b_t.shape[1], b_p.shape[2], 2]
+    COLUMNS: tl.constexpr = 2 * SHAPE[2]
+    if c.PARTS == 1 and c.PTX and b_t.dtype == tl.bfloat16:
+        b_p, b_t = tl.broadcast_to(b_p.to(tl.bfloat16), SHAPE), tl.broadcast_to(b_t, SHAPE)
+        b_high = multiply_add(b_p, b_t, tl.full(SHAPE, -0.0, tl.bfloat16))
+        b_low = b_high
+    elif c.PARTS == 1:
+        b_high = (b_p * b_t).to(tl.bfloat16)
+        b_low = b_high
+    elif c.PTX:
+        b_high, b_low = halves(b_p * b_t)
+    else:
+        b_high, b_low, _ = parts_of(b_p * b_t, 2, False)
+    return b_high.reshape(SHAPE[0], SHAPE[1], COLUMNS), b_low.reshape(SHAPE[0], SHAPE[1], COLUMNS)
+
+
+@triton.jit
+def of_parts(b_v, b_parts, acc, c):
+    """acc + v @ x of x in as many parts as `scaled_weights` makes."""
+    if c.PARTS > 1:
+        acc = tl.dot(b_v, b_parts[1], acc)
+    return tl.dot(b_v, b_parts[0], acc)
+
+
+@triton.jit
 def of_own_group(acc):
-    """[rows, words] of sums [pairs of groups, 16 words, 4 rows by either group of the pair]."""
+    """[rows, words] of sums [pairs of groups, 16 words, rows by either group of the pair]."""
     PAIRS: tl.constexpr = acc.shape[0]
+    ROWS: tl.constexpr = acc.shape[2] // 2
     o_g = tl.arange(0, 2)
     m = o_g[None, :, None, None, None] == o_g[None, None, None, None, :]
-    acc = tl.sum(tl.where(m, acc.reshape(PAIRS, 2, 8, 4, 2), 0.0), 4)
-    return tl.trans(acc.reshape(PAIRS * 16, 4))
+    acc = tl.sum(tl.where(m, acc.reshape(PAIRS, 2, 8, ROWS, 2), 0.0), 4)
+    return tl.trans(acc.reshape(PAIRS * 16, ROWS))
 
 
 @triton.constexpr_function
@@ -320,13 +350,16 @@ def of_all_classes(b_w, CODES: tl.constexpr, PER: tl.constexpr, PTX: tl.constexp
 
 
 @triton.jit
-def product_of_halves(b_x, b_w, CODES: tl.constexpr, PER: tl.constexpr, c):
-    """x @ kᵀ of float32 rows x as two bfloat16 and the codes of words: one TURNED product. Of 8 rows the
+def product_of_halves(b_x, b_scale, b_w, CODES: tl.constexpr, PER: tl.constexpr, c):
+    """(x·scale) @ kᵀ of rows x, as two bfloat16, and the codes of words: one TURNED product. Of 8 rows the
     halves stand one behind the other along the channels, of 4 rows beside each other as columns."""
-    if c.PTX:
-        b_high, b_low = halves(b_x)
+    b_scale = tl.broadcast_to(b_scale[None, :], b_x.shape)
+    if c.PTX and b_x.dtype == tl.bfloat16 and b_scale.dtype == tl.bfloat16:
+        b_high, b_low = product_halves(b_x, b_scale)
+    elif c.PTX:
+        b_high, b_low = halves(b_x.to(tl.float32) * b_scale)
     else:
-        b_high, b_low, _ = parts_of(b_x, 2, False)
+        b_high, b_low, _ = parts_of(b_x.to(tl.float32) * b_scale, 2, False)
     ROWS: tl.constexpr = b_x.shape[0]
     CHANNELS: tl.constexpr = b_x.shape[1]
     KEYS: tl.constexpr = b_w.shape[0]

@@ -156,7 +156,8 @@ def choose_decode(spec: AttentionSpec, target: Target) -> DecodeConfig:
     if Feature.BATCH_INVARIANT in spec.features or spec.seqlen_q > 2 * SMALL_ROWS:
         rows = PACKED_ROWS  # rows of any number are walked by tiles of this many
     if spec.codes:
-        rows = _turned_rows(spec, target) or min(rows, MOST_CODED_ROWS)
+        most = MOST_CODED_ROWS if _are_plain(spec) and not scales_channels(spec.codes) else LEAST
+        rows = _turned_rows(spec, target) or min(rows, most)
     if target.kind == "cpu":
         return DecodeConfig(rows, LEAST, 4, 1, 4 * LEAST)  # few keys make several splits
     if spec.codes:
@@ -250,8 +251,23 @@ def coded_kind(spec: AttentionSpec, rows: int) -> str:
     """The key of tables of tiles over codes."""
     if rows < LEAST:
         bits = max(KINDS[x.dtype].bits for x in codes_of(spec.codes) if x is not None)
-        return "turned4" if bits == 4 else "turned" if scales_channels(spec.codes) else "turned8"
-    return "channels" if scales_channels(spec.codes) else "keys"
+        eights = "turned8" if rows < TURNED_ROWS else "rows8"
+        return "turned4" if bits == 4 else "turned" if scales_channels(spec.codes) else eights
+    if scales_channels(spec.codes):
+        return "channels" if _are_plain(spec) else "channels32"
+    return "keys" if _are_plain(spec) or most_rows(spec) == 1 else "keys64"
+
+
+def _are_plain(spec: AttentionSpec) -> bool:
+    """Do registers hold tiles of many keys: in one part, of few channels?"""
+    return spec.dtype == "bfloat16" and max(spec.head_dim, spec.head_dim_v) <= 128
+
+
+def few_coded(config: DecodeConfig, spec: AttentionSpec, target: Target) -> DecodeConfig | None:
+    """The config over codes of launches of TURNED_ROWS rows of a kv head or fewer, if others of the spec have
+    more."""
+    wide = config.block_m > TURNED_ROWS and spec.dtype == "bfloat16"
+    return _choose_coded(spec, target, TURNED_ROWS) if wide and _may_differ(config, spec, target) else None
 
 
 def short_coded(config: DecodeConfig, spec: AttentionSpec, target: Target) -> DecodeConfig | None:

@@ -260,6 +260,20 @@ def head_offsets(x, i_b, o_h, o_row):
 
 
 @triton.jit
+def narrowed(rows, place, t, n, c):
+    """The place with only the keys that its one row sees."""
+    if t.x.row_bounds is None:
+        band = find_band(place, n, c)
+        start = tl.maximum(band.lo, place.start)
+        live = tl.where(place.rows > 0, tl.minimum(band.hi, place.live), 0)
+    else:
+        start = tl.min(tl.where(rows.m_row, rows.o_lo, place.live), 0)
+        live = tl.max(rows.o_hi, 0)
+    x = place
+    return Place(x.i_b, x.i_batch, x.first_q, x.first_k, x.rows, start, live, x.position)
+
+
+@triton.jit
 def key_offsets(o_n, k, x, i_hkv, place, PAGE: tl.constexpr = 0):
     """Element offsets of keys o_n of one key/value head, int64, and which of them are there. PAGE: keys of a
     page, if that is compiled in."""

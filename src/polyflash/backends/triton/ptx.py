@@ -105,6 +105,19 @@ def halves(b_x):
     return tl.inline_asm_elementwise(_HALVES, "=r,=r,r,r", [b_x], kinds, True, 2)
 
 
+_PRODUCT_HALVES: tl.constexpr = tl.constexpr(
+    "{ .reg .b32 x; mov.b32 x, 0x80008000; fma.rn.bf16x2 $0, $2, $3, x; xor.b32 x, $0, x;"
+    " fma.rn.bf16x2 $1, $2, $3, x; }"
+)
+
+
+@triton.jit
+def product_halves(b_x, b_y):
+    """x·y of bfloat16 as a sum of two bfloat16: a quarter of the instructions of `halves`."""
+    kinds: tl.constexpr = (tl.bfloat16, tl.bfloat16)
+    return tl.inline_asm_elementwise(_PRODUCT_HALVES, "=&r,=r,r,r", [b_x, b_y], kinds, True, 2)
+
+
 @triton.jit
 def multiply_add(b_x, b_y, b_z):
     """x·y + z of bfloat16, rounded once."""

@@ -342,16 +342,19 @@ DECODE: dict[tuple[str, int], dict[int, tuple[int, int, int]]] = {
 EXACT_DECODE = {128: (64, 4, 2)}
 # (vendor, what has scales, or that products are turned) -> likewise over codes, of every head dim up to 256,
 # and registers. H100, head_dim 128: turned int4 had 0.57 of the time with 2 warps that it had with 4, and
-# 0.83 with registers for six programs per core of what it had with those for four. Not turned, 64 keys of
-# mxfp4 spill ten times what 32 do (compiled for sm_90).
+# 0.83 with registers for six programs per core of what it had with those for four. H200, 16 rows of channels:
+# docs/results/2026-11-30-h200-rows-of-codes.md. Fewer keys, of other dtypes than bfloat16 or above head_dim
+# 128, because more spill (compiled for sm_90: 64 keys of mxfp4 ten times what 32 do).
 CODED: dict[tuple[str, str], tuple[int, int, int, int]] = {
     ("cuda", "keys"): (128, 4, 3, 0),
-    ("cuda", "channels"): (32, 4, 2, 0),
+    ("cuda", "keys64"): (64, 4, 3, 0),
+    ("cuda", "channels"): (64, 2, 2, 0),
+    ("cuda", "channels32"): (32, 4, 2, 0),
     ("cuda", "turned"): (64, 2, 2, 168),
     ("cuda", "turned4"): (64, 2, 3, 168),  # 0.93 to 1.01 of 2 stages' time, int8 1.02 to 1.23
     ("cuda", "turned8"): (128, 4, 3, 0),
-    ("hip", "keys"): (64, 4, 1, 0),
-    ("hip", "channels"): (64, 4, 1, 0),
+    ("cuda", "rows8"): (64, 2, 3, 0),
+    **{("hip", what): (64, 4, 1, 0) for what in ("keys", "keys64", "channels", "channels32")},
 }
 # likewise -> keys of a block, warps, stages on NVIDIA of launches whose programs, at most so many per core
 # (the last), have at most so many blocks each: the time of one short request is that of its blocks one behind
