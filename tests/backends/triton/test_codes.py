@@ -101,6 +101,21 @@ def test_blocks_of_values_share_scales(name: str, dtype: torch.dtype, group: int
         assert (found.out - right.out).norm() < 4e-4 * right.out.norm()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_infinite_codes_in_blocks(dtype: torch.dtype):
+    """A key that is -inf in one channel has scores of either infinity, and V that is inf stays it."""
+    block = Scheme(dtype="fp8_e5m2", granularity="block", tokens=8, channels=16)
+    q, k, v = qkv(1, 60, 128, dtype)
+    q = q.abs()
+    k, v = quantize(k, block), quantize(v, block)
+    k.codes[0, 0, 7, 3], v.codes[:, :, 9, 5] = -torch.inf, torch.inf
+    right = attention_reference(q.double(), *(x.values(torch.float64) for x in (k, v)))
+    found = run(q, k, v)
+    assert not found.out.isnan().any() and torch.equal(found.out.isinf(), right.out.isinf())
+    there = right.out.isfinite()
+    assert (found.out - right.out)[there].norm() < 1e-2 * right.out[there].norm()
+
+
 @pytest.mark.parametrize("name", ["int4", "int4-token", "mxfp4"])
 def test_tables_of_16_bits_lie_anywhere(name: str):
     q, k, v = qkv(1, 75, 64, torch.bfloat16)
@@ -319,7 +334,11 @@ def test_few_rows_of_codes_have_a_tile_of_their_own(monkeypatch):
             assert tile == wanted, (name, rows, heads, tile)
             packed = codes.run(launch, q_, k_, None, None, None, Arguments(cu_seqlens_q=torch.zeros(2)))
             assert packed == launch.config
-        for other in (replace(spec, dtype="float16"), replace(spec, features={Feature.BATCH_INVARIANT})):
+        for other in (
+            replace(spec, dtype="float16"),
+            replace(spec, features={Feature.BATCH_INVARIANT}),
+            replace(spec, seqlen_q=1, num_q_heads=16 * spec.num_kv_heads),
+        ):
             assert configs.few_coded(configs.choose_decode(other, target), other, target) is None
 
 

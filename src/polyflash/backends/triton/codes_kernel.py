@@ -2,14 +2,15 @@
 
     value[j, d] = decode(code[j, d])·scale[j // T, d // C] + shift[j // Ts, d // Cs]
 
-Codes are loaded as words of 16 bits, each of PER channels of a key, so that matrix instructions read them as
-they read 16-bit operands; class r of a tile is channel PER·w + r of every word w, and Q and the output are
-held by classes likewise. Products are of bfloat16, which holds every code exactly, and of one, two or three
-bfloat16 parts of q and of the weights, as their dtype needs. Codes of 8 bits with scales of keys are float16
-(HALF) beside a bfloat16 q, which takes fewer instructions; q and scales of V are then multiplied by powers of
-two that keep them in its range. Scales leave the tiles where they can: of keys
-they go to scores and weights, of channels to q and to the sums of a block. Others are applied to the tile
-("element"); one of V is then rounded as a decoded tensor is, and for bfloat16 on NVIDIA so are its scales.
+Codes are loaded as words of 16 bits, each of PER channels of a key, so that matrix instructions read them
+as they read 16-bit operands; class r of a tile is channel PER·w + r of every word w, and Q and the output
+are held by classes likewise. Products are of bfloat16, which holds every code exactly, and of one, two or
+three bfloat16 parts of q and of the weights, as their dtype needs. Codes of 8 bits with scales of keys are
+float16 (HALF) beside a bfloat16 q, which takes fewer instructions; q and scales of V are then multiplied by
+powers of two that keep them in its range. Scales leave the tiles where they can: of keys they go to scores
+and weights, of channels to q and to the sums of a block, and of groups of channels of V, where all rows see
+the same keys, to a product of weights each. Others are applied to the tile ("element"); one of V is then in
+two parts beside float16, or rounded as a decoded tensor is, and for bfloat16 on NVIDIA so are its scales.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ import triton.language as tl
 from polyflash.backends.triton.codes_tiles import (
     classes,
     decoded,
+    divides,
     dot,
     fitted,
+    holds,
     load_grouped,
     of_channels,
     of_class,
@@ -143,15 +146,14 @@ def score_class(
     b_k = decoded(b_w, CLASS, "int4+136" if HIGH else side.CODES, c.PTX, side.HALF)
     b_x = b_q[CLASS]
     b_wide = b_x.to(tl.float32)
-    # Scales of mxfp4 are powers of two, so that rounding takes nothing from it, unless there are shifts.
-    EXACT: tl.constexpr = side.CODES == "mxfp4" and (c.PARTS == 1 or side.SHIFT == "")
-    if EXACT and side.SCALE == "element" and c.PTX:
+    ROUNDED: tl.constexpr = side.SCALE == "element" and side.CODES == "mxfp4" and c.PTX
+    if ROUNDED and (c.PARTS == 1 or holds(t.k_scale.p.dtype.element_ty, side.CODES, side.SHIFT)):
         b_k = rounded_values(b_k, keys, t.k_scale, t.k_shift, CLASS, side, True, rows, place, t, c)
         b_s = times(parts_of(b_x, c.PARTS), b_k, b_s, c.PARTS, c)
     elif side.SCALE == "element":
         b_k = values(b_k, keys, t.k_scale, t.k_shift, CLASS, side, True, rows, place, t, c)
-        if c.PARTS < 3:  # two parts, as of a scaled q
-            b_high, b_low, _ = parts_of(b_k, 2, False)
+        if c.PARTS == 1 or divides(c.PARTS, side.CODES):  # two parts, as of a scaled q
+            b_high, b_low, _ = parts_of(b_k, 2, side.CODES == "fp8_e5m2")
             b_parts = parts_of(b_x, c.PARTS)
             b_s = times(b_parts, b_high, dot(b_parts[0], b_low, b_s, c), c.PARTS, c)
         else:
@@ -242,9 +244,8 @@ def add_class(CLASS: tl.constexpr, acc, weights, b_w, keys, side, rows, place, t
     # Integers lie below the bits of 128 as they are loaded: this leaves the sum of a block.
     HIGH: tl.constexpr = c.TURNED and side.CODES == "int4" and side.SCALE == "key" and c.PARTS == 1
     b_v = decoded(b_w, CLASS, "int4+136" if HIGH and not AGAIN else side.CODES, c.PTX, side.HALF)
-    EXACT: tl.constexpr = side.CODES == "mxfp4" and side.SHIFT == ""  # powers of two: nothing is rounded
     if side.SCALE == "element":
-        if (c.PARTS == 1 or EXACT) and c.PTX:
+        if c.PTX and (c.PARTS == 1 or holds(t.v_scale.p.dtype.element_ty, side.CODES, side.SHIFT)):
             b_v = rounded_values(b_v, keys, t.v_scale, t.v_shift, CLASS, side, c.TURNED, rows, place, t, c)
         else:
             b_v = values(b_v, keys, t.v_scale, t.v_shift, CLASS, side, c.TURNED, rows, place, t, c)
@@ -268,7 +269,7 @@ def add_class(CLASS: tl.constexpr, acc, weights, b_w, keys, side, rows, place, t
         b_o = times(b_parts, b_v, tl.zeros(acc.shape, tl.float32), c.PARTS, c)
         b_t = of_class(keys.j_0, t.v_scale, side.TOKENS, CLASS, side, rows, place, t, c)
         acc += tl.where(turned((b_some == 0.0)[:, None], c), 0.0, b_o * turned(b_t[None, :], c))
-    elif b_v.dtype == tl.float32 and c.PARTS == 2:
+    elif b_v.dtype == tl.float32 and divides(c.PARTS, side.CODES):
         b_high, b_low, _ = parts_of(b_v, 2)
         acc = times(b_parts, b_high, dot(b_parts[0], b_low, acc, c), 2, c)
     elif b_v.dtype == tl.float32:

@@ -245,7 +245,7 @@ def of_groups(keys, table, TOKENS: tl.constexpr, side, rows, place, t, c):
 @triton.jit
 def scaled_weights(b_p, b_t, c):
     """Weights [1, keys, rows, 1] times entries of groups, for products, in one bfloat16 part or two. One,
-    beside entries of bfloat16, is rounded before and after: half of the instructions."""
+    beside entries of bfloat16 on NVIDIA, is rounded before and after: half of the instructions."""
     SHAPE: tl.constexpr = [b_t.shape[0], b_t.shape[1], b_p.shape[2], 2]
     COLUMNS: tl.constexpr = 2 * SHAPE[2]
     if c.PARTS == 1 and c.PTX and b_t.dtype == tl.bfloat16:
@@ -279,6 +279,18 @@ def of_own_group(acc):
     m = o_g[None, :, None, None, None] == o_g[None, None, None, None, :]
     acc = tl.sum(tl.where(m, acc.reshape(PAIRS, 2, 8, ROWS, 2), 0.0), 4)
     return tl.trans(acc.reshape(PAIRS * 16, ROWS))
+
+
+@triton.constexpr_function
+def holds(table: Any, codes: str, shift: str) -> bool:
+    """Does bfloat16 hold codes times their scales? Those of mxfp4 are powers of two."""
+    return codes == "mxfp4" and shift == "" and table == tl.bfloat16
+
+
+@triton.constexpr_function
+def divides(parts: int, codes: str) -> bool:
+    """Are values in two parts where queries are? Not infinite ones: times a part of 0 they would be NaN."""
+    return parts == 2 and codes != "fp8_e5m2"
 
 
 @triton.constexpr_function

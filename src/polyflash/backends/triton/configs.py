@@ -264,9 +264,9 @@ def _are_plain(spec: AttentionSpec) -> bool:
 
 
 def few_coded(config: DecodeConfig, spec: AttentionSpec, target: Target) -> DecodeConfig | None:
-    """The config over codes of launches of TURNED_ROWS rows of a kv head or fewer, if others of the spec have
-    more."""
-    wide = config.block_m > TURNED_ROWS and spec.dtype == "bfloat16"
+    """The config over codes of launches of TURNED_ROWS rows of a kv head or fewer, by a spec of several query
+    rows, which says no more of how many they are."""
+    wide = config.block_m > TURNED_ROWS and spec.dtype == "bfloat16" and most_rows(spec) != 1
     return _choose_coded(spec, target, TURNED_ROWS) if wide and _may_differ(config, spec, target) else None
 
 
@@ -302,7 +302,7 @@ def long_key(spec: AttentionSpec, target: Target) -> tuple[str, str, bool]:
 
 
 def _may_differ(config: DecodeConfig, spec: AttentionSpec, target: Target) -> bool:
-    """May launches over codes have another config by how many keys they have? Not one that was asked for."""
+    """May launches over codes have another config by their rows and keys? Not one that was asked for."""
     kept = target.kind != "cuda" or spec.dtype == "float32" or Feature.BATCH_INVARIANT in spec.features
     return not kept and config == choose_decode(spec, target)
 

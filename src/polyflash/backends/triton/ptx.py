@@ -102,7 +102,7 @@ _HALVES: tl.constexpr = tl.constexpr(
 def halves(b_x):
     """float32 as a sum of two bfloat16."""
     kinds: tl.constexpr = (tl.bfloat16, tl.bfloat16)
-    return tl.inline_asm_elementwise(_HALVES, "=r,=r,r,r", [b_x], kinds, True, 2)
+    return tl.inline_asm_elementwise(_HALVES, "=&r,=r,r,r", [b_x], kinds, True, 2)
 
 
 _PRODUCT_HALVES: tl.constexpr = tl.constexpr(
