@@ -91,6 +91,9 @@ PROBLEMS = {
     "int4-blocks": Problem(_LENS, **_TOKEN, codes="int4/64x1+64x1:bfloat16,int4/1x32+1x32:bfloat16"),
     "fp8": Problem(_LENS, **_TOKEN, codes="fp8_e4m3/1x0,fp8_e4m3/1x0"),
     "int4-rows": Problem(_CAUSAL, **_FEW, codes="int4/64x1+64x1:bfloat16,int4/1x32+1x32:bfloat16"),
+    "int4-few": Problem(
+        _CAUSAL, **_TOKEN | {"seqlen_q": 2}, codes="int4/64x1+64x1:bfloat16,int4/1x32+1x32:bfloat16"
+    ),
     "mxfp4-rows": Problem(_CAUSAL, **_FEW, codes="mxfp4/1x32:bfloat16,mxfp4/1x32:bfloat16"),
     "int8-products": Problem(codes="int8/1x0*int8,-"),
     "int8-products-causal": Problem(_CAUSAL, codes="int8/1x0+0x1*int8,-"),
@@ -255,6 +258,9 @@ CODED_ROWS = tuple(
     for gpu, (dtype, problem) in product(
         ONE_OF_EACH, product(("bfloat16", "float32"), ("int4-rows", "mxfp4-rows"))
     )
+) + tuple(
+    Case(Phase.DECODE, "cuda:sm90", dtype, 128, f"int4-{kind}")
+    for dtype, kind in (("bfloat16", "rows"), ("bfloat16", "few"), ("float16", "rows"), ("float16", "blocks"))
 )
 # (phase, architectures) whose kernels of head dims 64 and 128 in 16 bits spill nothing, unless that is faster
 CLEAN = (
