@@ -66,6 +66,7 @@ _MEMBERS = {"cu_seqlens_q": _meta(5), "cu_seqlens_k": _meta(5), "max_seqlen_q": 
 _EVERY = {**_CAPPED, **_ALIBI, **_WINDOW, **_STARTS, "softcap": 2.0, "row_bounds": _meta(KEYS, 2)}
 _HEADS = _meta(BATCH, HEADS, 1, 1, dtype=torch.float32)
 _BOTH = ",".join(["fp8_e4m3/0x0*fp8"] * 2)
+_BLOCKS = "int4/64x1+64x1:bfloat16,int4/1x32+1x32:bfloat16"
 _CODES = {"codes": _BOTH, "k_scale": _HEADS, "v_scale": _HEADS}
 PROBLEMS = {
     "codes": Problem(_CODES),
@@ -88,12 +89,10 @@ PROBLEMS = {
     "token": Problem(_LENS, **_TOKEN),
     "int8": Problem(_LENS, **_TOKEN, codes="int8/1x0,int8/1x0"),
     "int4": Problem(_LENS, **_TOKEN, codes="int4/64x1+64x1:bfloat16,int4/1x0+1x0:bfloat16"),
-    "int4-blocks": Problem(_LENS, **_TOKEN, codes="int4/64x1+64x1:bfloat16,int4/1x32+1x32:bfloat16"),
+    "int4-blocks": Problem(_LENS, **_TOKEN, codes=_BLOCKS),
     "fp8": Problem(_LENS, **_TOKEN, codes="fp8_e4m3/1x0,fp8_e4m3/1x0"),
-    "int4-rows": Problem(_CAUSAL, **_FEW, codes="int4/64x1+64x1:bfloat16,int4/1x32+1x32:bfloat16"),
-    "int4-few": Problem(
-        _CAUSAL, **_TOKEN | {"seqlen_q": 2}, codes="int4/64x1+64x1:bfloat16,int4/1x32+1x32:bfloat16"
-    ),
+    "int4-rows": Problem(_CAUSAL, **_FEW, codes=_BLOCKS),
+    "int4-few": Problem(_CAUSAL, **_TOKEN | {"seqlen_q": 2}, codes=_BLOCKS),
     "mxfp4-rows": Problem(_CAUSAL, **_FEW, codes="mxfp4/1x32:bfloat16,mxfp4/1x32:bfloat16"),
     "int8-products": Problem(codes="int8/1x0*int8,-"),
     "int8-products-causal": Problem(_CAUSAL, codes="int8/1x0+0x1*int8,-"),
@@ -254,14 +253,11 @@ EIGHTS = tuple(
 )
 # The second pass over values that may not be finite: Triton 3.6 failed where both passes shared a split q.
 CODED_ROWS = tuple(
-    Case(Phase.DECODE, gpu, dtype, 64, problem)
-    for gpu, (dtype, problem) in product(
-        ONE_OF_EACH, product(("bfloat16", "float32"), ("int4-rows", "mxfp4-rows"))
-    )
-) + tuple(
-    Case(Phase.DECODE, "cuda:sm90", dtype, 128, f"int4-{kind}")
-    for dtype, kind in (("bfloat16", "rows"), ("bfloat16", "few"), ("float16", "rows"), ("float16", "blocks"))
+    Case(Phase.DECODE, gpu, dtype, 64, f"{codes}-rows")
+    for gpu, dtype, codes in product(ONE_OF_EACH, ("bfloat16", "float32"), ("int4", "mxfp4"))
 )
+_OTHERS = ("bfloat16", "rows"), ("bfloat16", "few"), ("float16", "rows"), ("float16", "blocks")
+CODED_ROWS += tuple(Case(Phase.DECODE, "cuda:sm90", dtype, 128, f"int4-{kind}") for dtype, kind in _OTHERS)
 # (phase, architectures) whose kernels of head dims 64 and 128 in 16 bits spill nothing, unless that is faster
 CLEAN = (
     (Phase.FORWARD, ("sm80", "sm90", "gfx942", "gfx950")),
@@ -281,9 +277,8 @@ def must_be_clean(case: Case) -> bool:
 
 
 def default_cases() -> tuple[Case, ...]:
-    """One of every target; of every kernel and most features one, on one GPU of each vendor or on one alone.
-    Of what must be clean there are causal at 128 and full at 64: the other two of those four differ in
-    nothing more."""
+    """One of every target; of every kernel and most features one, on one GPU of each vendor or on one alone. Of
+    what must be clean causal at 128 and full at 64: the other two of those four differ in nothing more."""
     return tuple(c for c in every_case() if c in _SINGLE)
 
 
@@ -294,8 +289,7 @@ _SINGLE |= {Case(Phase.FORWARD, "cuda:sm90", "bfloat16", 80, "causal"), CODES[2]
 _DIMS = {Phase.FORWARD: {"full": (64, 256), "causal": (128,), "window": (64,)}}
 _DIMS[Phase.BACKWARD] = {"causal": (128,), "packed": (64,), "capped": (64,)}
 _SINGLE |= {c for c in GLUON if c.head_dim in _DIMS[c.phase].get(c.problem, ())}
-for _gpu in ONE_OF_EACH:
-    _SINGLE |= {Case(Phase.DECODE, _gpu, "bfloat16", 128, "token")}
+_SINGLE |= {Case(Phase.DECODE, gpu, "bfloat16", 128, "token") for gpu in ONE_OF_EACH}
 _SINGLE |= {Case(Phase.DECODE, "cuda:sm90", "bfloat16", 128, "int4")}
 _SINGLE |= {Case(Phase.DECODE, "hip:gfx942", "bfloat16", 128, "int8")}
 _SINGLE |= {Case(Phase.DECODE, "cuda:sm90", "float32", 64, "mxfp4-rows")}
