@@ -277,7 +277,7 @@ def must_be_clean(case: Case) -> bool:
 
 
 def default_cases() -> tuple[Case, ...]:
-    """One of every target; of every kernel and most features one, on one GPU of each vendor or on one alone. Of
+    """One of every target; of every kernel and most features one, on one GPU of each vendor or on one. Of
     what must be clean causal at 128 and full at 64: the other two of those four differ in nothing more."""
     return tuple(c for c in every_case() if c in _SINGLE)
 
