@@ -342,6 +342,18 @@ def test_few_rows_of_codes_have_a_tile_of_their_own(monkeypatch):
             assert configs.few_coded(configs.choose_decode(other, target), other, target) is None
 
 
+@pytest.mark.parametrize("name", ["int8", "int4", "int8-channel", "fp8", "mxfp4"])
+def test_few_rows_are_turned(name: str):
+    """As launches of few rows on NVIDIA: rows of several positions, which see different keys."""
+    q, k, v = qkv(3, 75, 64, torch.bfloat16)
+    k, v = (quantize(x, s) for x, s in zip((k, v), SCHEMES[name], strict=True))
+    found = run(q, k, v, causal=True, config=DecodeConfig(8, 16, 2, 1, 64))
+    values = [x.values(torch.float64) for x in (k, v)]
+    right = attention_reference(q.double(), *values, causal=True)
+    want = expect(q, *(x.values(torch.bfloat16) for x in (k, v)), causal=True)
+    check(found.out, found.lse, replace(want, out=right.out, lse=right.lse), label=name)
+
+
 def test_many_parts_of_turned_codes_are_merged_by_more():
     turned, plain = DecodeConfig(8, 64, 2, 3, 256), DecodeConfig(16, 64, 2, 3, 256)
     for config, parts, wanted in ((turned, 16, 16), (turned, 17, 32), (plain, 17, 16)):
