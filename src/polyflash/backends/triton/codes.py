@@ -106,8 +106,8 @@ class Prepared(forward.Prepared):
 
     def is_few(self, q: Tensor, k: Tensor, args: Arguments) -> bool:
         """Has a kv head so few rows that its products are turned?"""
-        rows = q.shape[2] * (q.shape[1] // k.shape[1])
-        return self.few is not None and args.cu_seqlens_q is None and rows <= self.few.config.block_m
+        few = self.few if args.cu_seqlens_q is None else None
+        return few is not None and q.shape[2] * (q.shape[1] // k.shape[1]) <= few.config.block_m
 
     def is_short(self, q: Tensor, k: Tensor, args: Arguments) -> bool:
         """Are there so few blocks of keys? See `tables.CODED_SHORT`."""
