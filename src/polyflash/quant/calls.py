@@ -17,7 +17,15 @@ from polyflash.quant import codec
 from polyflash.quant.scheme import Codes, Scheme, codes_of
 from polyflash.quant.tensor import KV, QuantizedTensor
 from polyflash.routes import any_requires_grad, class_of, requested_backend, spec_of, without_gradients
-from polyflash.spec import CODE_TABLES, MANY_KEYS, MOST_SHARED_ROWS, Arguments, Feature, length_class
+from polyflash.spec import (
+    CODE_TABLES,
+    MANY_KEYS,
+    MOST_SHARED_ROWS,
+    Arguments,
+    Feature,
+    is_decode,
+    length_class,
+)
 from polyflash.storages import check_storages
 from polyflash.target import Target
 
@@ -146,9 +154,11 @@ def _in_walk(q: Tensor, codes_k: Tensor, codes_v: Tensor, args: Arguments, k: KV
     if compiling or wanted:
         return not wanted
     backend = requested_backend(args)
-    rows, keys = q.shape[2], codes_k.shape[2]
-    lengths = min(rows, MOST_SHARED_ROWS + 1), length_class(rows), min(keys, MANY_KEYS)
-    sizes = q.shape[1], q.shape[3], codes_v.shape[1], codes_v.shape[3], lengths
+    (_, heads, rows, head_dim), (_, kv_heads, keys, _), table = q.shape, codes_v.shape, args.page_table
+    keys *= 1 if table is None else table.shape[1]
+    few = is_decode(heads, kv_heads, rows, keys, args.row_bounds is not None, q.device.type)
+    lengths = few, min(rows, MOST_SHARED_ROWS + 1), length_class(rows), keys >= MANY_KEYS
+    sizes = heads, head_dim, kv_heads, codes_v.shape[3], lengths
     key = (q.dtype, q.device, device, backend, sizes, *map(class_of, args))
     if key not in _readers:
         if len(_readers) >= _KEPT:

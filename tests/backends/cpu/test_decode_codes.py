@@ -102,6 +102,23 @@ def test_the_kernel_is_the_scheme(name, heads, kv_heads, rows, dims, dims_v):
             level_a(got, q, k, v, f"{name} {dtype} x{sharp} {options}", **options)
 
 
+@pytest.mark.parametrize("name, rows", (("int8", 5), ("int4", 9), ("int4-token*", 6), ("int8-blocks", 31)))
+def test_rows_of_several_tiles_have_the_bits_of_their_tiles(name, rows):
+    if "*" in name and "avx512_vnni" not in HERE.features:
+        pytest.skip("needs avx512_vnni")
+    k, v = coded(name, 2, 2, 333, 64)
+    q = randn(2, 8, rows, 64).to(torch.bfloat16)
+    for options in ({"causal": True, "kv_lens": ints(333, 140)}, {"softcap": 4.0, "window": (70, 9)}):
+        got = polyflash.attention(q, k, v, return_lse=True, **options)
+        level_a((got.out, got.lse), q, k, v, f"{name} {options}", **options)
+    found, packed = decode(q, k, v, split=128), q.reshape(2, 2, 4 * rows, 64)
+    for first in range(0, 4 * rows - 4, 8):  # fewer have another kernel
+        tile = slice(first, first + 8)
+        alone = decode(packed[:, :, tile].reshape(2, -1, 1, 64), k, v, split=128)
+        for many, few in zip(found, alone, strict=True):
+            same_bits(many.reshape(2, 2, 4 * rows, -1)[:, :, tile].flatten(), few.flatten(), f"from {first}")
+
+
 @NEEDS_VNNI
 @pytest.mark.parametrize(
     "name, heads, kv_heads, rows, dims, dims_v",
@@ -429,14 +446,18 @@ def test_public_calls_say_that_codes_are_read_in_the_walk():
         assert words in plan or "avx512_vnni" not in HERE.features, plan
     mixed = (coded("int4*", 1, 2, 300, 128)[0], v)
     assert "to be asked for by k and v" in str(polyflash.explain(q, *mixed))
-    many = randn(1, 2, 9, 128, dtype=torch.bfloat16)
-    assert "decoded to bfloat16" in str(polyflash.explain(many, k, v))
+    many, keys = randn(1, 2, 9, 128, dtype=torch.bfloat16), coded("int4", 1, 2, 72, 128)
+    plan = str(polyflash.explain(many, k, v))
+    assert "9 rows of a kv head in tiles of 8" in plan and "read in the walk" in plan
+    for some, words in ((keys, "decoded to"), ((k, v), "in the walk"), (keys, "decoded to")):
+        level_a((polyflash.attention(many, *some), None), many, *some, words)
+        assert words in polyflash.explain(many, *some).notes[-1]
 
 
 @pytest.mark.parametrize(
     "change, words",
     (
-        ({"seqlen_q": 9}, "up to 8 rows"),
+        ({"seqlen_q": 129}, "up to 128 rows"),
         ({"head_dim": 320}, "up to 256"),
         ({"codes": "int8/1x0,-"}, "both"),
     ),

@@ -1,5 +1,5 @@
 """Decode on the CPU: few query rows against many keys, split over threads. The kernels: decode_few.py for at
-most 8 rows of a kv head, decode_many.py for more.
+most 8 rows of a kv head, or of codes in tiles of 8; decode_many.py for more.
 
 Bits depend on neither a request's neighbours nor the number of threads: a split is a fixed number of keys
 wherever it lies, and the splits of a row are merged in order.
@@ -98,7 +98,8 @@ class Prepared:
         """For `rows` rows of a kv head."""
         found = self.cuts.get(rows)
         if found is None:
-            found = self.cuts[rows] = self._few(rows) if rows <= DECODE_ROWS else self._many(rows)
+            few = rows <= DECODE_ROWS or self.spec.codes
+            found = self.cuts[rows] = self._few(rows) if few else self._many(rows)
         return found
 
     def _few(self, rows: int) -> _Cut:

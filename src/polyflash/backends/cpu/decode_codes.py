@@ -1,4 +1,4 @@
-"""Keys and values as codes, of at most 8 rows: device functions of the decode kernel.
+"""Keys and values as codes, in tiles of at most 8 rows: device functions of the decode kernel.
 
 A block of keys is walked in a phase of K and one of V, and in each the rows of the next block are prefetched;
 or, of one row, V of a block and K of the next are read by turns, see decode_codes_turns.py.

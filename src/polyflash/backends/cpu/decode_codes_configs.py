@@ -14,7 +14,7 @@ from polyflash.backends.cpu import configs, decode_configs
 from polyflash.backends.cpu.configs import ISAS, LINE, STEP, STORAGE_BYTES, Scratch
 from polyflash.backends.cpu.decode_configs import MOST_HEADS, MOST_ROWS, WIDTH, DecodeConfig, DecodeKey
 from polyflash.quant.scheme import KINDS, Codes, codes_of, per_word, text_of
-from polyflash.spec import DECODE_ROWS, AttentionSpec
+from polyflash.spec import MOST_SHARED_ROWS, AttentionSpec
 from polyflash.target import Target
 
 READ = ("int8", "int4")  # codes that become 16-bit integers in registers
@@ -339,8 +339,8 @@ def refuses(spec: AttentionSpec, target: Target) -> str:
         return ""
     if None in codes_of(spec.codes):
         return f"codes: of both K and V, got {spec.codes}"
-    if (rows := spec.group * spec.seqlen_q) > DECODE_ROWS:
-        return f"codes: up to {DECODE_ROWS} rows of a kv head, asked for {rows}"
+    if (rows := spec.group * spec.seqlen_q) > MOST_SHARED_ROWS:
+        return f"codes: up to {MOST_SHARED_ROWS} rows of a kv head, asked for {rows}"
     if max(spec.head_dim, spec.head_dim_v) > MOST_CHANNELS:
         return f"codes: head_dim up to {MOST_CHANNELS}"
     return ""

@@ -143,17 +143,20 @@ class DecodeConfig:
     def notes(self, spec: AttentionSpec) -> tuple[str, ...]:
         """Notes of a plan about this choice, beside its numbers."""
         rows = spec.group * spec.seqlen_q
-        if rows > DECODE_ROWS:
-            kernel = "lanes over rows"
-        elif spec.codes:
+        walk = "share one walk over its keys"
+        if spec.codes:
             from polyflash.backends.cpu import decode_codes_configs  # which needs this module
 
             kernel = decode_codes_configs.note(self, spec)
+            if rows > MOST_ROWS[self.isa]:
+                walk = f"in tiles of {MOST_ROWS[self.isa]}, each of which walks over its keys"
+        elif rows > DECODE_ROWS:
+            kernel = "lanes over rows"
         else:
             key = key_for(self, spec.dtype, rows)
             kernel = f"kernel {key.name}: lanes over channels, K and V read in place"
         return (
-            f"{kernel}; {rows} rows of a kv head share one walk over its keys",
+            f"{kernel}; {rows} rows of a kv head {walk}",
             f"splits of {self.split_keys} keys wherever they lie, merged in order: bits depend on neither "
             "neighbours nor threads",
         )
