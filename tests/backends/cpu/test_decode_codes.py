@@ -458,6 +458,7 @@ def test_public_calls_say_that_codes_are_read_in_the_walk():
     "change, words",
     (
         ({"seqlen_q": 129}, "up to 128 rows"),
+        ({"seqlen_q": 17, "codes": "int8/1x0*int8,int8/1x0*int8"}, "integer products"),
         ({"head_dim": 320}, "up to 256"),
         ({"codes": "int8/1x0,-"}, "both"),
     ),

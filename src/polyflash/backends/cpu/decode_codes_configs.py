@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar
 
-from polyflash.backends.cpu import configs, decode_configs
+from polyflash.backends.cpu import configs, decode_configs, integer_configs
 from polyflash.backends.cpu.configs import ISAS, LINE, STEP, STORAGE_BYTES, Scratch
 from polyflash.backends.cpu.decode_configs import MOST_HEADS, MOST_ROWS, WIDTH, DecodeConfig, DecodeKey
 from polyflash.quant.scheme import KINDS, Codes, codes_of, per_word, text_of
-from polyflash.spec import MOST_SHARED_ROWS, AttentionSpec
+from polyflash.spec import MOST_SHARED_ROWS, SMALL_ROWS, AttentionSpec
 from polyflash.target import Target
 
 READ = ("int8", "int4")  # codes that become 16-bit integers in registers
@@ -341,6 +341,8 @@ def refuses(spec: AttentionSpec, target: Target) -> str:
         return f"codes: of both K and V, got {spec.codes}"
     if (rows := spec.group * spec.seqlen_q) > MOST_SHARED_ROWS:
         return f"codes: up to {MOST_SHARED_ROWS} rows of a kv head, asked for {rows}"
+    if not integer_configs.refuses(spec, target):
+        return f"codes: more than {SMALL_ROWS} query rows are quicker by the integer products of the forward"
     if max(spec.head_dim, spec.head_dim_v) > MOST_CHANNELS:
         return f"codes: head_dim up to {MOST_CHANNELS}"
     return ""

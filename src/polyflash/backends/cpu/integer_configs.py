@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, cast
 
 from polyflash.backends.cpu.configs import STEP
 from polyflash.quant.scheme import Block, Codes, codes_of
-from polyflash.spec import Arguments, AttentionSpec, Feature, Phase
+from polyflash.spec import SMALL_ROWS, Arguments, AttentionSpec, Feature, Phase
 from polyflash.target import Target
 
 if TYPE_CHECKING:
@@ -28,8 +28,9 @@ def refuses(spec: AttentionSpec, target: Target) -> str:
         return f"codes: integer products have tables of float32, asked for {spec.codes}"
     if "avx512_vnni" not in target.features or target.arch != "avx512":
         return "codes: needs avx512_vnni for integer products"
-    if spec.phase is Phase.DECODE and Feature.BATCH_INVARIANT not in spec.features:
-        return "codes: few rows gain nothing from integer products"
+    few = spec.seqlen_q <= SMALL_ROWS or Feature.ROW_BOUNDS in spec.features
+    if spec.phase is Phase.DECODE and few and Feature.BATCH_INVARIANT not in spec.features:
+        return f"codes: up to {SMALL_ROWS} query rows are read in the walk of decode"
     if Feature.DROPOUT in spec.features:
         return "codes: integer products have no dropout"
     wanted = "scales per token, head or tensor, of v or per channel; of k a mean; no groups in packed members"
