@@ -158,21 +158,21 @@ class Case:
 
     def launches(self, config: Any = None) -> list[Launched]:
         """What the call launches with its own config or another; kept instead of made, for one thread."""
-        from polyflash.backends.triton.runtime import Kernels, unknown
+        from polyflash.backends.triton.runtime import Kernels, spaced, unknown
 
         found: list[Launched] = []
 
         def keep(
             self: Any, kernel: Any, grid: Any, given: Sequence[Any], options: Any, key: Any, device: Any
         ) -> None:
-            named = dict(zip(kernel.arg_names, given, strict=True))
-            found.append(Launched(kernel, named | {"n": unknown(named["n"])}, options))
+            t, n, c, *others = given
+            named = dict(zip(kernel.arg_names, (t, unknown(n), spaced(c, t), *others), strict=True))
+            found.append(Launched(kernel, named, options))
 
         name = "fp8" if self.has_codes else self.phase.value
         run = importlib.import_module(f"polyflash.backends.{self.backend}.{name}").run
-        none = dict.fromkeys(("row", "run", "prepared"), None)
         about = {"config": config or self.config(), "rung": "", "target": self.target, "spec": self.spec()}
-        launch, (q, k, args) = SimpleNamespace(**about, **none), self.call()
+        launch, (q, k, args) = SimpleNamespace(**about, row=None, run=None, prepared=None), self.call()
         v, lse, out = k.clone(), _meta(*q.shape[:3], dtype=torch.float32), torch.empty_like(q)
         v = v.to(q.dtype) if args.codes.endswith("-") else v
         with mock.patch.object(Kernels, "launch", keep):

@@ -253,6 +253,16 @@ def test_states_of_two_dtypes_are_merged_by_a_kernel_that_compiles():
 
 
 @compiles
+@pytest.mark.parametrize(
+    ("phase", "problem", "dim"), [("decode", "token", 72), ("decode", "int4-blocks", 96)]
+)
+def test_rows_that_are_8_elements_apart_are_copied_16_bytes_at_a_time(phase: str, problem: str, dim: int):
+    case = Case(Phase(phase), "cuda:sm90", "bfloat16", dim, problem)
+    kernel, arguments, options = case.launches()[0]
+    ptx = script.compile_for(kernel, arguments, options, case.target).kernel.asm["ptx"]
+    assert re.search(r"cp.async.cg.shared.global [^;]*, 0x10", ptx)
+
+
 def test_a_tile_too_large_for_its_registers_spills():
     """A compiled one: 64 rows of float32 in four warps."""
     case = Case(Phase.FORWARD, "hip:gfx1100", "float32", 64, "full")

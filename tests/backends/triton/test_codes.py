@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -269,7 +270,8 @@ def test_few_blocks_are_those_of_one_short_request(name: str, most: int):
         assert not prepared.is_short(q, k, Arguments(cu_seqlens_q=torch.zeros(2)))
     narrow = replace(spec, head_dim=64, head_dim_v=64)
     config = configs.choose_decode(narrow, target)
-    assert (configs.short_coded(config, narrow, target) is None) == (name != "int8")
+    short = configs.short_coded(config, narrow, target)
+    assert (config.num_warps, short.num_warps) == ((4, 4) if name == "int8" else (1, 2))
 
 
 def test_many_keys_of_codes_have_a_tile_of_their_own(monkeypatch):
@@ -313,21 +315,25 @@ def test_many_keys_of_codes_have_a_tile_of_their_own(monkeypatch):
 
 
 def test_few_rows_of_codes_have_a_tile_of_their_own(monkeypatch):
-    """Routes know 2 to 16 query rows as one; launches of 8 rows of a kv head or fewer are turned."""
+    """Routes know 2 to 16 query rows as one; of 8 rows of a kv head or fewer products are turned."""
     monkeypatch.setattr(codes.forward, "run", lambda launch, *rest: launch.config)
     q, *kv = qkv(2, 64, 128, torch.bfloat16)
     target = replace(parse("cuda:sm90"), cores=132)
-    for name, many, few in (
-        ("int4", (16, 64, 2, 2), (8, 64, 2, 3)), ("mxfp4", (16, 64, 2, 2), (8, 64, 2, 3)),
-        ("int8-channel", (16, 64, 2, 2), (8, 64, 2, 2)), ("int8", (32, 128, 4, 3), (8, 64, 2, 3)),
-    ):  # fmt: skip
+    channels = {128: ((8, 64, 2, 3), *2 * [(16, 64, 2, 2)]), 64: ((8, 64, 1, 3), *2 * [(16, 64, 1, 2)])}
+    channels[256] = (8, 64, 4, 3), *2 * [(16, 64, 4, 2)]
+    keys = {128: ((8, 64, 2, 3), (16, 64, 2, 3), (32, 128, 4, 3)), 64: ((8, 64, 2, 3), *2 * [(16, 64, 2, 3)])}
+    names, dtypes = ("int4", "mxfp4", "int8-channel"), ("bfloat16", "float16")
+    plain = ("int8", 128, "bfloat16"), ("int8", 64, "bfloat16"), ("fp8", 64, "float16")
+    for name, dim, dtype in (*itertools.product(names, channels, dtypes), *plain):
+        few, some, many = (keys if name in ("int8", "fp8") else channels)[dim]
         pair = [quantize(x, s) for x, s in zip(kv, NAMED[name], strict=True)]
         spec = polyflash.explain(q, *pair, backend="triton").spec
         spec = replace(spec, codes=f"{pair[0].form},{pair[1].form}", num_q_heads=4 * spec.num_kv_heads)
+        spec = replace(spec, dtype=dtype, head_dim=dim, head_dim_v=dim)
         launch = SimpleNamespace(
             config=configs.choose_decode(spec, target), spec=spec, target=target, prepared=None
         )
-        for rows, heads, wanted in ((2, 32, few), (8, 8, few), (3, 32, many), (9, 8, many), (16, 32, many)):
+        for rows, heads, wanted in ((2, 32, few), (8, 8, few), (3, 32, some), (9, 8, some), (16, 32, many)):
             q_, k_ = (torch.empty(64, h, n, 128, device="meta") for h, n in ((heads, rows), (8, 8192)))
             config = codes.run(launch, q_, k_, None, None, None, Arguments())
             tile = config.block_m, config.block_n, config.num_warps, config.num_stages
@@ -335,11 +341,11 @@ def test_few_rows_of_codes_have_a_tile_of_their_own(monkeypatch):
             packed = codes.run(launch, q_, k_, None, None, None, Arguments(cu_seqlens_q=torch.zeros(2)))
             assert packed == launch.config
         for other in (
-            replace(spec, dtype="float16"),
+            replace(spec, dtype="float32"),
             replace(spec, features={Feature.BATCH_INVARIANT}),
             replace(spec, seqlen_q=1, num_q_heads=16 * spec.num_kv_heads),
         ):
-            assert configs.few_coded(configs.choose_decode(other, target), other, target) is None
+            assert configs.few_coded(configs.choose_decode(other, target), other, target) == []
 
 
 @pytest.mark.parametrize("name", ["int8", "int4", "int8-channel", "fp8", "mxfp4"])

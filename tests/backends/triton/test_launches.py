@@ -17,7 +17,7 @@ from torch import Tensor
 
 from polyflash import env
 from polyflash.backends.gpu.numbers import Numbers
-from polyflash.backends.gpu.views import view_of
+from polyflash.backends.gpu.views import Rows, View, view_of
 from polyflash.backends.triton.constants import Constants
 from polyflash.workloads import Workload, make
 from tests import device
@@ -280,6 +280,23 @@ def test_fields_that_change_places_compile_anew():
     for t in (here(1, 2), here(3, 4), there(1, 2), here(1, here(1, 2)), here(1, there(1, 2))):
         runtime.compile(kernel, (t, Numbers(1, 2, 3), c), {})
     assert said[0] == said[1] and len(set(said)) == 4
+
+
+def test_distances_between_rows_are_compiled_in():
+    """Triton itself sees whether 16 divides them, and loads rows of 40 elements one by one."""
+    c, tensors = runtime.compiled_in(Constants()), NamedTuple("T", [("q", Any), ("k", Any), ("lse", Any)])
+    for strides, wanted in (
+        ((320, 40, 320), 8), ((320, 80, 1280), 1), ((0, 0, 12), 4), ((24, 24, 0), 8), ((7, 14, 28), 1)
+    ):  # fmt: skip
+        t = tensors(View(None, 320, 160, 32, 1), View(None, *strides, 1), Rows(None, 3, 3, 1))
+        assert (
+            runtime.spaced(c, t).ALIGNED.value
+            == runtime.spaced(c, t._replace(q=None)).ALIGNED.value
+            == wanted
+        )
+    kinds = [runtime.kind(n) for n in (0, 1, 2, 3, 4, 8, 16, 24, 40, 48, 2**31, 2**40)]
+    assert [kind[1] for kind in kinds] == [16, 1, 2, 1, 4, 8, 16, 8, 8, 16, 16, 16]
+    assert kinds[1] != kinds[3] and kinds[6] != kinds[10]
 
 
 @pytest.mark.parametrize("cached", (False, True))

@@ -54,8 +54,8 @@ def bias_tile(i_m, i_n, i_h, place, band, t, n, c):
     o_q, o_do = head_offsets(t.q, place.i_b, rows.o_h, o_i), head_offsets(t.dout, place.i_b, rows.o_h, o_i)
     own = load_own(o_q, o_do, o_w, rows.m_row, t, c)
     o_k, o_v = row_offsets(t.k, place.i_b, i_hkv, o_n), row_offsets(t.v, place.i_b, i_hkv, o_n)
-    b_k = load_blocks(t.k, o_k, keys.m_n, c.D, c.D0, c.D1, c.PRODUCT)
-    b_v = load_blocks(t.v, o_v, keys.m_n, c.DV, c.DV0, c.DV1, c.PRODUCT)
+    b_k = load_blocks(t.k, o_k, keys.m_n, c.D, c.D0, c.D1, c)
+    b_v = load_blocks(t.v, o_v, keys.m_n, c.DV, c.DV0, c.DV1, c)
     return differentiate_tile(own, b_k, b_v, True, rows, keys, place, t.x, n, c, True, False)
 
 

@@ -87,15 +87,14 @@ class Prepared(forward.Prepared):
 
     def __init__(self, launch: Launch, programs: float = 0) -> None:
         super().__init__(launch)
-        self.few: Launch | None = None  # of few rows
+        self.few: list[Launch] = []  # of few rows, fewest first
         self.short: Launch | None = None  # of few keys
         self.long: Launch | None = None  # of many, as many as these say
         self.many: tables.ManyKeys | None = None
         usual = tables.CODED_PROGRAMS[configs.scales_channels(launch.spec.codes)]
         if not programs:
             about = launch.config, launch.spec, launch.target
-            if config := configs.few_coded(*about):
-                self.few = _with(launch, config, usual)
+            self.few = [_with(launch, config, usual) for config in configs.few_coded(*about)]
             if config := configs.short_coded(*about):
                 *_, some = tables.CODED_SHORT[configs.coded_kind(launch.spec, config.block_m)]
                 self.short = _with(launch, config, some)
@@ -104,10 +103,12 @@ class Prepared(forward.Prepared):
                 self.long = _with(launch, config, self.many.programs)
         self.cores = int(self.cores * (programs or usual))
 
-    def is_few(self, q: Tensor, k: Tensor, args: Arguments) -> bool:
-        """Has a kv head so few rows that its products are turned?"""
-        few = self.few if args.cu_seqlens_q is None else None
-        return few is not None and q.shape[2] * (q.shape[1] // k.shape[1]) <= few.config.block_m
+    def of_few(self, q: Tensor, k: Tensor, args: Arguments) -> Launch | None:
+        """The launch by a tile of fewer rows that holds those of a kv head."""
+        if not self.few or args.cu_seqlens_q is not None:
+            return None
+        rows = q.shape[2] * (q.shape[1] // k.shape[1])
+        return next((launch for launch in self.few if rows <= launch.config.block_m), None)
 
     def is_short(self, q: Tensor, k: Tensor, args: Arguments) -> bool:
         """Are there so few blocks of keys? See `tables.CODED_SHORT`."""
@@ -224,8 +225,8 @@ def run(
     """The forward's run, of another config where rows or keys are few, or keys many."""
     if launch.prepared is None:
         launch.prepared = Prepared(launch)
-    if launch.prepared.is_few(q, k, args):
-        launch = launch.prepared.few
+    if few := launch.prepared.of_few(q, k, args):
+        launch = few
     elif launch.prepared.is_short(q, k, args):
         launch = launch.prepared.short
     elif launch.prepared.is_long(q, k, args):

@@ -183,7 +183,7 @@ def score_block(b_q, o_k, keys, side, rows, place, t, c):
         b_halves, b_down = fitted(b_q)
         b_halves = classes(b_halves, side.PER)
     b_q = classes(b_q, side.PER)
-    b_w = load_turned(t.k, o_k, keys.m_n, 0, side.DIM // side.PER, side.WORDS, c.CACHE)
+    b_w = load_turned(t.k, o_k, keys.m_n, 0, side.DIM // side.PER, side.WORDS, c.CACHE, c.ALIGNED)
     # Two parts of a scaled q: what is rounded of it is the same for all keys, and would show in their sum.
     PARTS: tl.constexpr = 2 if side.SCALE == "channel" and c.PARTS == 1 else c.PARTS
     scores = (
@@ -217,7 +217,7 @@ def score_channels(b_q, o_k, keys, side, rows, place, t, c):
     product, of all classes of k with two parts of a scaled q."""
     # Integers lie below the bits of 128 as they are loaded: this leaves with the shifts.
     HIGH: tl.constexpr = side.CODES == "int4" and c.PARTS == 1
-    b_w = load_tile(t.k, o_k, keys.m_n, 0, side.DIM // side.PER, side.WORDS, c.CACHE)
+    b_w = load_tile(t.k, o_k, keys.m_n, 0, side.DIM // side.PER, side.WORDS, c.CACHE, c.ALIGNED)
     b_wide = b_q.to(tl.float32)
     b_scale = of_channels(keys.j_0, t.k_scale, side.TOKENS, side, rows, place, t, c)
     CODES: tl.constexpr = "int4+136" if HIGH else side.CODES
@@ -321,9 +321,9 @@ def add_block(b_s, b_p, alpha, sums, keys, side, rows, place, t, c, AGAIN: tl.co
     """The sums with a block's share of the output."""
     o_v, _ = offsets_of_block(keys.j_0, t.v, rows, place, t, c)
     if c.TURNED:
-        b_w = load_turned(t.v, o_v, keys.m_n, 0, side.DIM // side.PER, side.WORDS, c.CACHE)
+        b_w = load_turned(t.v, o_v, keys.m_n, 0, side.DIM // side.PER, side.WORDS, c.CACHE, c.ALIGNED)
     else:
-        b_w = load_tile(t.v, o_v, keys.m_n, 0, side.DIM // side.PER, side.WORDS, c.CACHE)
+        b_w = load_tile(t.v, o_v, keys.m_n, 0, side.DIM // side.PER, side.WORDS, c.CACHE, c.ALIGNED)
     b_seen, b_some, shifts = b_s != float("-inf"), tl.sum(b_p, 1), sums.shifts
     if side.SHIFT == "key":
         b_t = of_keys(keys, t.v_shift, side.SHIFT_TOKENS, rows, place, t, c)

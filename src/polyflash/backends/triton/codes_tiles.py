@@ -222,7 +222,10 @@ def load_grouped(o_v, m_n, side, t, c):
     m = m_n[None, None, :]
     if side.PER * side.WORDS > side.DIM:
         m = m & (o_w < side.DIM // side.PER)
-    p_w = t.v.p + o_v[None, None, :] + o_w * t.v.d
+    o_x = o_v[None, None, :]
+    if c.ALIGNED > 1:
+        o_x = tl.multiple_of(o_x, [c.ALIGNED, c.ALIGNED, c.ALIGNED])
+    p_w = t.v.p + o_x + o_w * t.v.d
     return tl.load(p_w, mask=m, other=0, cache_modifier=c.CACHE)
 
 

@@ -156,8 +156,7 @@ def choose_decode(spec: AttentionSpec, target: Target) -> DecodeConfig:
     if Feature.BATCH_INVARIANT in spec.features or spec.seqlen_q > 2 * SMALL_ROWS:
         rows = PACKED_ROWS  # rows of any number are walked by tiles of this many
     if spec.codes:
-        most = MOST_CODED_ROWS if _are_plain(spec) and not scales_channels(spec.codes) else LEAST
-        rows = _turned_rows(spec, target) or min(rows, most)
+        rows = _turned_rows(spec, target) or min(rows, _most_coded_rows(spec))
     if target.kind == "cpu":
         return DecodeConfig(rows, LEAST, 4, 1, 4 * LEAST)  # few keys make several splits
     if spec.codes:
@@ -236,8 +235,7 @@ def _choose_coded(spec: AttentionSpec, target: Target, rows: int) -> DecodeConfi
     """Blocks of keys that share the scales of channels, as far as such blocks go."""
     codes = [x for x in codes_of(spec.codes) if x is not None]
     blocks = [b for x in codes for b in (x.scale, x.shift) if b is not None and b.channels == 1 and b.tokens]
-    vendor = "hip" if target.kind == "hip" else "cuda"
-    block_n, warps, stages, registers = tables.CODED[vendor, coded_kind(spec, rows)]
+    block_n, warps, stages, registers = _coded_tile(spec, target, rows)
     block_n = max(LEAST, min(block_n, *(b.tokens & -b.tokens for b in blocks), block_n))
     bits = sum(
         KINDS[x.dtype].bits * dim for x, dim in zip(codes, (spec.head_dim, spec.head_dim_v), strict=False)
@@ -249,37 +247,50 @@ def _choose_coded(spec: AttentionSpec, target: Target, rows: int) -> DecodeConfi
 
 def coded_kind(spec: AttentionSpec, rows: int) -> str:
     """The key of tables of tiles over codes."""
-    if rows < LEAST:
-        bits = max(KINDS[x.dtype].bits for x in codes_of(spec.codes) if x is not None)
-        eights = "turned8" if rows < TURNED_ROWS else "rows8"
-        return "turned4" if bits == 4 else "turned" if scales_channels(spec.codes) else eights
-    if scales_channels(spec.codes):
-        return "channels" if _are_plain(spec) else "channels32"
-    return "keys" if _are_plain(spec) or most_rows(spec) == 1 else "keys64"
+    alone, what = most_rows(spec) == 1, "channels" if scales_channels(spec.codes) else "keys"
+    bits = max(KINDS[x.dtype].bits for x in codes_of(spec.codes) if x is not None)
+    # Registers of six programs per core hold too little of wide heads in two parts.
+    if alone and bits == 4 and rows < LEAST and (spec.dtype != "float16" or _widest(spec) <= 128):
+        return "nibbles1"
+    if alone and (what == "keys" or rows < TURNED_ROWS):
+        return f"{what}1"
+    return f"float32 {what}" if spec.dtype == "float32" else f"{what}{rows}"
 
 
-def _are_plain(spec: AttentionSpec) -> bool:
-    """Do registers hold tiles of many keys: in one part, of few channels?"""
-    return spec.dtype == "bfloat16" and max(spec.head_dim, spec.head_dim_v) <= 128
+def _widest(spec: AttentionSpec) -> int:
+    return max(spec.head_dim, spec.head_dim_v)
 
 
-def few_coded(config: DecodeConfig, spec: AttentionSpec, target: Target) -> DecodeConfig | None:
-    """The config over codes of launches of TURNED_ROWS rows of a kv head or fewer, by a spec of several query
-    rows, which says no more of how many they are."""
-    wide = config.block_m > TURNED_ROWS and spec.dtype == "bfloat16" and most_rows(spec) != 1
-    return _choose_coded(spec, target, TURNED_ROWS) if wide and _may_differ(config, spec, target) else None
+def _coded_tile(spec: AttentionSpec, target: Target, rows: int) -> tuple[int, int, int, int]:
+    if target.kind == "hip":
+        return tables.CODED_AMD
+    return next(tile for dim, tile in tables.CODED[coded_kind(spec, rows)].items() if _widest(spec) <= dim)
+
+
+def _most_coded_rows(spec: AttentionSpec) -> int:
+    """Rows of one tile, see `tables.CODED`."""
+    plain = spec.dtype == "bfloat16" and not scales_channels(spec.codes)
+    return MOST_CODED_ROWS if plain and 64 < _widest(spec) <= 128 else LEAST
+
+
+def few_coded(config: DecodeConfig, spec: AttentionSpec, target: Target) -> list[DecodeConfig]:
+    """The configs over codes of launches that have no more rows of a kv head than these tiles, fewest first;
+    by a spec of several query rows, which says no more of how many they are."""
+    if spec.dtype == "float32" or most_rows(spec) == 1 or not _may_differ(config, spec, target):
+        return []
+    return [_choose_coded(spec, target, n) for n in (TURNED_ROWS, LEAST) if n < config.block_m]
 
 
 def short_coded(config: DecodeConfig, spec: AttentionSpec, target: Target) -> DecodeConfig | None:
     """The config over codes of launches of few blocks; None if they have that of all, as where bits may
     follow no length, or a config was asked for."""
-    tile = tables.CODED_SHORT.get(coded_kind(spec, config.block_m))
-    k = codes_of(spec.codes)[0]
-    if config.block_m < LEAST and spec.head_dim <= 64 and k is not None and k.scale.channels == 1:
-        tile = None  # H100: the tile of long ones has 0.91 to 1.01 of its time
+    kind = coded_kind(spec, config.block_m)
+    tile = tables.CODED_SHORT.get(kind)
     if tile is None or not _may_differ(config, spec, target):
         return None
     block_n, warps, stages, *_ = tile
+    if kind != "keys1" and _widest(spec) <= 64:
+        warps = 2  # where the tile of all has one
     block_n = min(block_n, config.block_n)
     made = replace(config, block_n=block_n, num_warps=warps, num_stages=stages, max_registers=0)
     return None if made == config else made  # which would have a short one of its own, and so on
@@ -288,9 +299,10 @@ def short_coded(config: DecodeConfig, spec: AttentionSpec, target: Target) -> De
 def long_coded(config: DecodeConfig, spec: AttentionSpec, target: Target) -> DecodeConfig | None:
     """The config over codes of launches of many keys, where another was measured to be quicker."""
     tile, dims = tables.CODED_LONG.get(long_key(spec, target)), (spec.head_dim, spec.head_dim_v)
-    block_n, *_ = tables.CODED["cuda", coded_kind(spec, config.block_m)]
-    measured = dims == (128, 128) and config.block_m == 4 and config.block_n == block_n
-    if tile is None or not measured or not _may_differ(config, spec, target):
+    if tile is None or dims != (128, 128) or config.block_m != 4 or not _may_differ(config, spec, target):
+        return None
+    block_n, *_ = _coded_tile(spec, target, config.block_m)
+    if config.block_n != block_n:
         return None
     return replace(config, **{name: getattr(tile, name) for name in LONG_FIELDS})
 

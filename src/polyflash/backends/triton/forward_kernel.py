@@ -129,9 +129,9 @@ def load_block(
         if TURNED:
             b_x = b_x.T
     elif TURNED:
-        b_x = load_turned(x, o_x, m_n, FIRST, DIM, BLOCK_D, c.CACHE)
+        b_x = load_turned(x, o_x, m_n, FIRST, DIM, BLOCK_D, c.CACHE, c.ALIGNED)
     else:
-        b_x = load_tile(x, o_x, m_n, FIRST, DIM, BLOCK_D, c.CACHE)
+        b_x = load_tile(x, o_x, m_n, FIRST, DIM, BLOCK_D, c.CACHE, c.ALIGNED)
     return b_x
 
 
@@ -297,7 +297,7 @@ def load_rows(i_m, i_head, rows, place, t, n, c):
             b_q1 = t.boxes.q1.load([place.i_batch, i_head, i_row, c.D0]).reshape(c.BLOCK_M, c.D1)
     else:
         o_q = head_offsets(t.q, place.i_batch, rows.o_h, place.first_q + rows.o_i)
-        b_q0, b_q1 = load_pair(t.q, o_q, rows.m_row, c.D, c.D0, c.D1)
+        b_q0, b_q1 = load_pair(t.q, o_q, rows.m_row, c.D, c.D0, c.D1, c)
     if c.NEGATIVE:
         b_q0, b_q1 = negated(b_q0), negated(b_q1)
     if c.HOLD_Q:

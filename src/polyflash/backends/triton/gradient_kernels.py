@@ -58,18 +58,18 @@ def packed_base(x, i_b, i_hkv, first_q, group):
 
 
 @triton.jit
-def look_over(x, parts, i_b, i_h, o_r, m_r, DIM: tl.constexpr, WIDTH0: tl.constexpr, WIDTH1: tl.constexpr):
+def look_over(x, parts, i_b, i_h, o_r, m_r, DIM: tl.constexpr, WIDTH0: tl.constexpr, WIDTH1: tl.constexpr, c):
     """Is something in rows o_r of a head NaN or infinite? Writes their `parts`, if there are such."""
-    nonfinite = look_at(x, parts, i_b, i_h, o_r, m_r, 0, DIM, WIDTH0)
+    nonfinite = look_at(x, parts, i_b, i_h, o_r, m_r, 0, DIM, WIDTH0, c)
     if WIDTH1 > 0:
-        nonfinite |= look_at(x, parts, i_b, i_h, o_r, m_r, WIDTH0, DIM, WIDTH1)
+        nonfinite |= look_at(x, parts, i_b, i_h, o_r, m_r, WIDTH0, DIM, WIDTH1, c)
     return nonfinite
 
 
 @triton.jit
-def look_at(x, parts, i_b, i_h, o_r, m_r, FIRST: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+def look_at(x, parts, i_b, i_h, o_r, m_r, FIRST: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, c):
     """`look_over` of the BLOCK_D channels from FIRST on. The three parts of a row stand side by side."""
-    b_x = load_tile(x, row_offsets(x, i_b, i_h, o_r), m_r, FIRST, DIM, BLOCK_D, "")
+    b_x = load_tile(x, row_offsets(x, i_b, i_h, o_r), m_r, FIRST, DIM, BLOCK_D, "", c.ALIGNED)
     if parts is not None:
         o_p = row_offsets(parts, i_b, i_h, o_r)
         b_0, b_1, b_2 = three_parts(tl.where(b_x == b_x, b_x, float("nan")))  # some NaN are cut to infinity
@@ -86,28 +86,24 @@ def part_width(dim):
 
 
 @triton.jit
-def load_block(
-    x, o_r, m_r, FIRST: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, PRODUCT: tl.constexpr
-):
+def load_block(x, o_r, m_r, FIRST: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, c):
     """Channels of rows as `load_tile`, of them in "bf16x6" the three parts that `center` wrote."""
-    b_0 = load_tile(x, o_r, m_r, FIRST, DIM, BLOCK_D, "")
-    if PRODUCT == "bf16x6":
-        b_1 = load_tile(x, o_r + part_width(DIM), m_r, FIRST, DIM, BLOCK_D, "")
-        b_2 = load_tile(x, o_r + 2 * part_width(DIM), m_r, FIRST, DIM, BLOCK_D, "")
+    b_0 = load_tile(x, o_r, m_r, FIRST, DIM, BLOCK_D, "", c.ALIGNED)
+    if c.PRODUCT == "bf16x6":
+        b_1 = load_tile(x, o_r + part_width(DIM), m_r, FIRST, DIM, BLOCK_D, "", c.ALIGNED)
+        b_2 = load_tile(x, o_r + 2 * part_width(DIM), m_r, FIRST, DIM, BLOCK_D, "", c.ALIGNED)
         return b_0, b_1, b_2
     else:
         return b_0
 
 
 @triton.jit
-def load_blocks(
-    x, o_r, m_r, DIM: tl.constexpr, WIDTH0: tl.constexpr, WIDTH1: tl.constexpr, PRODUCT: tl.constexpr
-):
+def load_blocks(x, o_r, m_r, DIM: tl.constexpr, WIDTH0: tl.constexpr, WIDTH1: tl.constexpr, c):
     """Both channel blocks of rows, the first twice if there is no other."""
-    b_0 = load_block(x, o_r, m_r, 0, DIM, WIDTH0, PRODUCT)
+    b_0 = load_block(x, o_r, m_r, 0, DIM, WIDTH0, c)
     b_1 = b_0
     if WIDTH1 > 0:
-        b_1 = load_block(x, o_r, m_r, WIDTH0, DIM, WIDTH1, PRODUCT)
+        b_1 = load_block(x, o_r, m_r, WIDTH0, DIM, WIDTH1, c)
     return b_0, b_1
 
 
@@ -135,12 +131,12 @@ def center(t, n, c):
         b_lse = tl.load(t.lse.p + row_offsets(t.lse, i_b, i_h, o_i), mask=m_row, other=float("-inf"))
         m_live = b_lse != float("-inf")
         o_out, o_do = row_offsets(t.out, i_b, i_h, o_i), row_offsets(t.dout, i_b, i_h, o_i)
-        b_out = load_tile(t.out, o_out, m_live, 0, c.DV, c.DV0, "").to(tl.float32)
-        b_do = load_tile(t.dout, o_do, m_live, 0, c.DV, c.DV0, "").to(tl.float32)
+        b_out = load_tile(t.out, o_out, m_live, 0, c.DV, c.DV0, "", c.ALIGNED).to(tl.float32)
+        b_do = load_tile(t.dout, o_do, m_live, 0, c.DV, c.DV0, "", c.ALIGNED).to(tl.float32)
         b_delta = tl.sum(b_do * b_out, 1)
         if c.DV1 > 0:
-            b_out = load_tile(t.out, o_out, m_live, c.DV0, c.DV, c.DV1, "").to(tl.float32)
-            b_do = load_tile(t.dout, o_do, m_live, c.DV0, c.DV, c.DV1, "").to(tl.float32)
+            b_out = load_tile(t.out, o_out, m_live, c.DV0, c.DV, c.DV1, "", c.ALIGNED).to(tl.float32)
+            b_do = load_tile(t.dout, o_do, m_live, c.DV0, c.DV, c.DV1, "", c.ALIGNED).to(tl.float32)
             b_delta += tl.sum(b_do * b_out, 1)
         if t.dlse is not None:
             b_delta -= tl.load(t.dlse.p + row_offsets(t.dlse, i_b, i_h, o_i), mask=m_live, other=0.0)
@@ -148,8 +144,8 @@ def center(t, n, c):
         o_w = o_w + o_i.to(tl.int64) * t.group + i_h % t.group
         tl.store(t.row_lse.p + o_w, tl.where(m_live, b_lse, float("inf")), mask=m_row)
         tl.store(t.delta.p + o_w, b_delta, mask=m_row)
-        nonfinite = look_over(t.q, t.q_parts, i_b, i_h, o_i, m_row, c.D, c.D0, c.D1)
-        nonfinite |= look_over(t.dout, t.dout_parts, i_b, i_h, o_i, m_row, c.DV, c.DV0, c.DV1)
+        nonfinite = look_over(t.q, t.q_parts, i_b, i_h, o_i, m_row, c.D, c.D0, c.D1, c)
+        nonfinite |= look_over(t.dout, t.dout_parts, i_b, i_h, o_i, m_row, c.DV, c.DV0, c.DV1, c)
         nonfinite |= tl.max(tl.where(b_delta - b_delta == 0.0, 0, 1), 0) > 0  # of scores, out or dlse
         tl.store(t.nonfinite, 1, mask=nonfinite)
         if i_t == 0:  # what blocks read behind the last row
@@ -163,8 +159,8 @@ def center(t, n, c):
         if t.kv_lens is not None:
             live = tl.minimum(tl.load(t.kv_lens + i_b), n.seqlen_k)
         o_n = i_n * c.BLOCK_M + tl.arange(0, c.BLOCK_M)
-        nonfinite = look_over(t.k, t.k_parts, i_b, i_h, o_n, o_n < live, c.D, c.D0, c.D1)
-        nonfinite |= look_over(t.v, t.v_parts, i_b, i_h, o_n, o_n < live, c.DV, c.DV0, c.DV1)
+        nonfinite = look_over(t.k, t.k_parts, i_b, i_h, o_n, o_n < live, c.D, c.D0, c.D1, c)
+        nonfinite |= look_over(t.v, t.v_parts, i_b, i_h, o_n, o_n < live, c.DV, c.DV0, c.DV1, c)
         tl.store(t.nonfinite, 1, mask=nonfinite)
 
 
@@ -182,7 +178,7 @@ def add_nonfinite_rows(
         o_lo, o_hi = row_limits(o_i, t.x, place, band)
         o_do = head_offsets(t.dout, place.i_batch, o_h, place.first_q + o_i)
         # [1, BLOCK_D]
-        b_do = nonfinite_only(load_tile(t.dout, o_do, m_live, FIRST, DIM, BLOCK_D, ""))
+        b_do = nonfinite_only(load_tile(t.dout, o_do, m_live, FIRST, DIM, BLOCK_D, "", c.ALIGNED))
         rows = Rows(i_hkv, 0, o_i, o_h, o_lo, o_hi, m_row)
         b_seen = visible_pairs(t.x, place, rows, keys, c.BELOW)
         acc += tl.where(tl.trans(b_seen), b_do, 0.0)
@@ -208,12 +204,12 @@ def walk_rows(blocks, state, b_k, b_v, i_hkv, keys, place, band, t, n, c):
         o_do = head_offsets(t.dout, place.i_batch, rows.o_h, place.first_q + o_i)
         i_w = o_w + tl.cast(i_m, tl.int64) * c.BLOCK_M
         b_lse = tl.load(t.lse.p + i_w + tl.arange(0, c.BLOCK_M))  # blocks with rows of none are masked
-        b_q0 = load_block(t.q, o_q, m_row, 0, c.D, c.D0, c.PRODUCT)
+        b_q0 = load_block(t.q, o_q, m_row, 0, c.D, c.D0, c)
         b_q1 = b_q0
         # [BLOCK_N, BLOCK_M]
         b_st = product(b_k0, turned(b_q0), tl.zeros([c.BLOCK_N, c.BLOCK_M], tl.float32), c.PRODUCT)
         if c.D1 > 0:
-            b_q1 = load_block(t.q, o_q, m_row, c.D0, c.D, c.D1, c.PRODUCT)
+            b_q1 = load_block(t.q, o_q, m_row, c.D0, c.D, c.D1, c)
             b_st = product(b_k1, turned(b_q1), b_st, c.PRODUCT)
         b_cap = 0.0
         if c.CHANGED:
@@ -230,7 +226,7 @@ def walk_rows(blocks, state, b_k, b_v, i_hkv, keys, place, band, t, n, c):
         b_kept = b_seen
         if c.DROPOUT:
             b_kept = tl.trans(keep(rows, keys.j_0, n, c))
-        b_do0, b_do1 = load_blocks(t.dout, o_do, m_row, c.DV, c.DV0, c.DV1, c.PRODUCT)
+        b_do0, b_do1 = load_blocks(t.dout, o_do, m_row, c.DV, c.DV0, c.DV1, c)
         if t.dv is not None:
             b_w = b_pt
             if c.DROPOUT:
@@ -315,8 +311,8 @@ def dkv_tile(i_t, t, n, c):
         keys = Keys(j_0, o_n, o_n < place.live)
         o_k = row_offsets(t.k, place.i_batch, i_hkv, place.first_k + o_n)
         o_v = row_offsets(t.v, place.i_batch, i_hkv, place.first_k + o_n)
-        b_k = load_blocks(t.k, o_k, keys.m_n, c.D, c.D0, c.D1, c.PRODUCT)
-        b_v = load_blocks(t.v, o_v, keys.m_n, c.DV, c.DV0, c.DV1, c.PRODUCT)
+        b_k = load_blocks(t.k, o_k, keys.m_n, c.D, c.D0, c.D1, c)
+        b_v = load_blocks(t.v, o_v, keys.m_n, c.DV, c.DV0, c.DV1, c)
         # [BLOCK_N, head_dim], [BLOCK_N, head_dim_v]
         dk0, dv0 = tl.zeros([c.BLOCK_N, c.D0], tl.float32), tl.zeros([c.BLOCK_N, c.DV0], tl.float32)
         dk1 = tl.zeros([c.BLOCK_N, c.D1], tl.float32) if c.D1 > 0 else dk0
@@ -361,8 +357,8 @@ def walk_keys(blocks, state, own, rows, place, t, n, c, MASKED: tl.constexpr):
         keys = Keys(i_n * c.BLOCK_N, o_n, o_n < place.live)
         o_k = row_offsets(t.k, place.i_batch, rows.i_hkv, place.first_k + o_n)
         o_v = row_offsets(t.v, place.i_batch, rows.i_hkv, place.first_k + o_n)
-        b_k = load_blocks(t.k, o_k, keys.m_n, c.D, c.D0, c.D1, c.PRODUCT)
-        b_v = load_blocks(t.v, o_v, keys.m_n, c.DV, c.DV0, c.DV1, c.PRODUCT)
+        b_k = load_blocks(t.k, o_k, keys.m_n, c.D, c.D0, c.D1, c)
+        b_v = load_blocks(t.v, o_v, keys.m_n, c.DV, c.DV0, c.DV1, c)
         hides = (i_n < blocks.full_lo) | (i_n >= blocks.full_hi)
         # [BLOCK_M, BLOCK_N]
         b_ds = differentiate_tile(own, b_k, b_v, hides, rows, keys, place, t.x, n, c, MASKED, True)
@@ -415,8 +411,8 @@ def load_own(o_q, o_do, o_w, m_row, t, c):
     b_lse = tl.load(t.lse.p + o_w, mask=m_row, other=float("inf"))
     b_delta = tl.load(t.delta.p + o_w, mask=m_row, other=0.0)
     m_live = m_row & (b_lse != float("inf"))
-    b_q = load_blocks(t.q, o_q, m_live, c.D, c.D0, c.D1, c.PRODUCT)
-    b_do = load_blocks(t.dout, o_do, m_live, c.DV, c.DV0, c.DV1, c.PRODUCT)
+    b_q = load_blocks(t.q, o_q, m_live, c.D, c.D0, c.D1, c)
+    b_do = load_blocks(t.dout, o_do, m_live, c.DV, c.DV0, c.DV1, c)
     return Own(b_q, b_do, b_lse, b_delta)
 
 

@@ -331,35 +331,56 @@ def of_keys(keys, table, TOKENS: tl.constexpr, rows, place, t, c):
 
 @triton.jit
 def load_tile(
-    x, o_r, m_r, FIRST: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, CACHE: tl.constexpr
+    x,
+    o_r,
+    m_r,
+    FIRST: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    CACHE: tl.constexpr,
+    ALIGNED: tl.constexpr = 1,
 ):
-    """Channels [FIRST, FIRST + BLOCK_D) of rows at offsets o_r; 0 where m_r says no and beyond DIM."""
+    """Channels [FIRST, FIRST + BLOCK_D) of rows at offsets o_r; 0 where m_r says no and beyond DIM. ALIGNED
+    divides the offsets: Triton itself sees 16 or nothing, and loads rows of 40 elements one by one."""
     o_d = FIRST + tl.arange(0, BLOCK_D)
     m = m_r[:, None]
     if FIRST + BLOCK_D > DIM:
         m = m & (o_d < DIM)[None, :]
+    o_x = o_r[:, None]
+    if ALIGNED > 1:
+        o_x = tl.multiple_of(o_x, [ALIGNED, ALIGNED])
     # [rows, BLOCK_D]
-    return tl.load(x.p + o_r[:, None] + o_d[None, :] * x.d, mask=m, other=0.0, cache_modifier=CACHE)
+    return tl.load(x.p + o_x + o_d[None, :] * x.d, mask=m, other=0.0, cache_modifier=CACHE)
 
 
 @triton.jit
-def load_pair(x, o_r, m_r, DIM: tl.constexpr, WIDTH0: tl.constexpr, WIDTH1: tl.constexpr):
+def load_pair(x, o_r, m_r, DIM: tl.constexpr, WIDTH0: tl.constexpr, WIDTH1: tl.constexpr, c):
     """Both channel blocks of rows, the first twice if there is no other."""
-    b_0 = load_tile(x, o_r, m_r, 0, DIM, WIDTH0, "")
-    b_1 = load_tile(x, o_r, m_r, WIDTH0, DIM, WIDTH1, "") if WIDTH1 > 0 else b_0
+    b_0 = load_tile(x, o_r, m_r, 0, DIM, WIDTH0, "", c.ALIGNED)
+    b_1 = load_tile(x, o_r, m_r, WIDTH0, DIM, WIDTH1, "", c.ALIGNED) if WIDTH1 > 0 else b_0
     return b_0, b_1
 
 
 @triton.jit
 def load_turned(
-    x, o_r, m_r, FIRST: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, CACHE: tl.constexpr
+    x,
+    o_r,
+    m_r,
+    FIRST: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    CACHE: tl.constexpr,
+    ALIGNED: tl.constexpr = 1,
 ):
     """A tile as [BLOCK_D, rows]."""
     o_d = FIRST + tl.arange(0, BLOCK_D)
     m = m_r[None, :]
     if FIRST + BLOCK_D > DIM:
         m = m & (o_d < DIM)[:, None]
-    return tl.load(x.p + o_r[None, :] + o_d[:, None] * x.d, mask=m, other=0.0, cache_modifier=CACHE)
+    o_x = o_r[None, :]
+    if ALIGNED > 1:
+        o_x = tl.multiple_of(o_x, [ALIGNED, ALIGNED])
+    return tl.load(x.p + o_x + o_d[:, None] * x.d, mask=m, other=0.0, cache_modifier=CACHE)
 
 
 @triton.jit

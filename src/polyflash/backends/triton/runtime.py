@@ -8,6 +8,7 @@ compiled kernel is remembered with its key and started directly.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
 import time
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 _DIRECT = tuple(int(x) for x in triton.__version__.split(".")[:2]) in ((3, 6), (3, 9))
 _runtime = triton.knobs.runtime
 _ALIGNED = 16  # bytes: what Triton compiles for
+_ROWS = ("q", "k", "v", "out", "dout")  # of which rows of channels are loaded
 _ANY_INT = 3  # neither 1 nor a multiple of 16
 _KEPT_KERNELS = 256  # per route
 _KEPT_STREAMS = 64
@@ -135,7 +137,8 @@ class Kernels:
         if INTERPRET:
             if _recorder.log is not None:
                 _recorder.log.complete = False
-            kernel[x, y, z](*arguments)
+            t, n, c, *others = arguments
+            kernel[x, y, z](t, n, spaced(c, t), *others)
             return
         index = device.index or 0
         if index != torch.cuda.current_device():
@@ -186,12 +189,22 @@ def compile(kernel: Any, arguments: tuple[Any, ...], options: Mapping[str, Any])
     """The kernel for `t` and `c`, and any numbers. Triton 3.6 forgets the constants of a tuple in a tuple
     where a branch or loop ends, unless a constant of the outer one follows: hence a None at their ends."""
     t, n, c, *others = arguments
-    c = c._replace(LAYOUT=tl.constexpr(zlib.crc32(repr(_names((t, n, c))).encode())))
+    c = spaced(c, t)._replace(LAYOUT=tl.constexpr(zlib.crc32(repr(_names((t, n, c))).encode())))
     compiled = kernel.warmup(t, unknown(n), c, *others, grid=(1,), **options)
     if _DIRECT:
         with _loading:
             _spread(compiled.src.signature, t, n)
     return compiled
+
+
+def spaced(c: Any, t: Any) -> Any:
+    """The constants `c` of a kernel that has any use for it with the elements, ALIGNED, that divide all
+    distances between rows of `t`; 1 where 16 do, which Triton sees by itself."""
+    if not hasattr(c, "ALIGNED"):
+        return c
+    views = [x for name in _ROWS if (x := getattr(t, name, None)) is not None]
+    size = math.gcd(_ALIGNED, *(n for x in views for n in (x.b, x.h, x.s)))
+    return c._replace(ALIGNED=tl.constexpr(size if size < _ALIGNED else 1))
 
 
 def _names(x: Any) -> Any:
@@ -247,9 +260,10 @@ def aligned(*tensors: Tensor | None) -> int:
     return bits
 
 
-def kind(n: int) -> tuple[bool, bool, bool]:
-    """Properties of an int that Triton compiles for: 1, a multiple of 16, more than 32 bits."""
-    return n == 1, n % _ALIGNED == 0, not -(2**31) <= n < 2**31
+def kind(n: int) -> tuple[bool, int, bool]:
+    """Properties of an int that is compiled for: 1, the largest power of two up to 16 that divides it, more
+    than 32 bits."""
+    return n == 1, (n | _ALIGNED) & -(n | _ALIGNED), not -(2**31) <= n < 2**31
 
 
 def signature(x: Any) -> Any:

@@ -91,7 +91,7 @@ def walk_rows(m_lo, m_hi, acc, b_k, i_h, keys, place, band, t, n, c, MASKED: tl.
         m_row = o_i < place.rows
         rows = Rows(i_h // t.group, 0, o_i, o_i * 0 + i_h, None, None, m_row)
         o_q = row_offsets(t.q, place.i_batch, i_h, place.first_q + o_i)
-        b_q = load_pair(t.q, o_q, m_row, c.D, c.D0, c.D1)
+        b_q = load_pair(t.q, o_q, m_row, c.D, c.D0, c.D1, c)
         b_lse = load_lse(t.lse, place.i_batch, i_h, place.first_q + o_i, m_row)
         _, b_x = logits(b_q, b_k, b_lse, rows, keys, place, band, t.x, n, c, MASKED)
         acc += tl.exp2(b_x * LOG2E)
@@ -110,7 +110,7 @@ def sum_columns(t, n, c):
         o_n = j_0 + tl.arange(0, c.BLOCK_N)
         keys = Keys(j_0, o_n, o_n < place.live)
         o_k = row_offsets(t.k, place.i_batch, i_h // t.group, place.first_k + o_n)
-        b_k = load_pair(t.k, o_k, keys.m_n, c.D, c.D0, c.D1)
+        b_k = load_pair(t.k, o_k, keys.m_n, c.D, c.D0, c.D1, c)
         acc = tl.zeros([c.BLOCK_M, c.BLOCK_N], tl.float32)
         full_lo, full_hi = blocks.full_lo, blocks.full_hi
         if c.ALWAYS_MASKED:
@@ -132,7 +132,7 @@ def walk_keys(n_lo, n_hi, state, b_q, b_lse, rows, place, t, n, c, MASKED: tl.co
         o_n = i_n * c.BLOCK_N + tl.arange(0, c.BLOCK_N)
         keys = Keys(i_n * c.BLOCK_N, o_n, o_n < place.live)
         o_k = row_offsets(t.k, place.i_batch, rows.i_hkv, place.first_k + o_n)
-        b_k = load_pair(t.k, o_k, keys.m_n, c.D, c.D0, c.D1)
+        b_k = load_pair(t.k, o_k, keys.m_n, c.D, c.D0, c.D1, c)
         b_s, b_x = logits(b_q, b_k, b_lse, rows, keys, place, band, t.x, n, c, MASKED)
         b_p = tl.exp2(b_x * LOG2E)
         b_entropy -= tl.sum(tl.where(b_p == 0.0, 0.0, b_p * b_x), 1)
@@ -152,7 +152,7 @@ def measure_rows(t, n, c):
         rows, blocks = tile_rows(i_m, i_h, place, t, n, c)
         m_row, o_row = rows.m_row, place.first_q + rows.o_i
         o_q = row_offsets(t.q, place.i_batch, i_h, o_row)
-        b_q = load_pair(t.q, o_q, m_row, c.D, c.D0, c.D1)
+        b_q = load_pair(t.q, o_q, m_row, c.D, c.D0, c.D1, c)
         b_lse = load_lse(t.lse, place.i_batch, i_h, o_row, m_row)
         state = (tl.zeros([c.BLOCK_M], tl.float32), tl.full([c.BLOCK_M], float("-inf"), tl.float32))
         full_lo, full_hi = blocks.full_lo, blocks.full_hi

@@ -340,31 +340,33 @@ DECODE: dict[tuple[str, int], dict[int, tuple[int, int, int]]] = {
 }
 # head-dim class -> likewise where float32 is EXACT by matrix units. H200: 2525 GB/s, of 32 keys 2022.
 EXACT_DECODE = {128: (64, 4, 2)}
-# (vendor, what has scales, or that products are turned) -> likewise over codes, of every head dim up to 256,
-# and registers. H100, head_dim 128: turned int4 had 0.57 of the time with 2 warps that it had with 4, and
-# 0.83 with registers for six programs per core of what it had with those for four. H200, 16 rows of channels:
-# docs/results/2026-11-30-h200-rows-of-codes.md. Fewer keys, of other dtypes than bfloat16 or above head_dim
-# 128, because more spill (compiled for sm_90: 64 keys of mxfp4 ten times what 32 do).
-CODED: dict[tuple[str, str], tuple[int, int, int, int]] = {
-    ("cuda", "keys"): (128, 4, 3, 0),
-    ("cuda", "keys64"): (64, 4, 3, 0),
-    ("cuda", "channels"): (64, 2, 2, 0),
-    ("cuda", "channels32"): (32, 4, 2, 0),
-    ("cuda", "turned"): (64, 2, 2, 168),
-    ("cuda", "turned4"): (64, 2, 3, 168),  # 0.93 to 1.01 of 2 stages' time, int8 1.02 to 1.23
-    ("cuda", "turned8"): (128, 4, 3, 0),
-    ("cuda", "rows8"): (64, 2, 3, 0),
-    **{("hip", what): (64, 4, 1, 0) for what in ("keys", "keys64", "channels", "channels32")},
+# What has scales, keys or channels, and rows of a tile, 1 for all tiles of one query row (there nibbles are
+# codes of 4 bits) -> head dims up to -> likewise over codes, and registers, on NVIDIA. 4 rows of int4 took
+# 0.57 of the time with 2 warps that they took with 4, and 0.83 with registers for six programs per core of
+# that with those for four (H100, head_dim 128). Other head dims and numbers of rows, on an H200:
+# docs/results/2026-11-30-h200-rows-of-codes.md, ...-h200-codes-of-other-dims.md.
+CODED: dict[str, dict[int, tuple[int, int, int, int]]] = {
+    "keys1": {128: (128, 4, 3, 0), 256: (64, 4, 3, 0)},
+    "keys8": {128: (64, 2, 3, 0), 256: (64, 4, 3, 0)},
+    "keys16": {128: (64, 2, 3, 0), 256: (64, 4, 3, 0)},
+    "keys32": {128: (128, 4, 3, 0)},
+    "channels1": {64: (64, 1, 3, 0), 128: (64, 2, 2, 168), 256: (64, 4, 3, 0)},
+    "channels8": {64: (64, 1, 3, 0), 128: (64, 2, 3, 0), 256: (64, 4, 3, 0)},
+    "channels16": {64: (64, 1, 2, 0), 128: (64, 2, 2, 0), 256: (64, 4, 2, 0)},
+    "nibbles1": {64: (64, 1, 3, 0), 96: (64, 1, 2, 0), 256: (64, 2, 3, 168)},
+    "float32 keys": {256: (64, 4, 3, 0)},  # these products are in three parts; not timed
+    "float32 channels": {256: (32, 4, 2, 0)},
 }
+CODED_AMD = (64, 4, 1, 0)
 # likewise -> keys of a block, warps, stages on NVIDIA of launches whose programs, at most so many per core
 # (the last), have at most so many blocks each: the time of one short request is that of its blocks one behind
 # the other. H100, head_dim 128, 1k keys: 0.88 to 0.97 of the time that the tiles above had; turned int8, 1 to
 # 4 requests of 1k to 8k keys: 0.92 to 0.97.
 CODED_SHORT: dict[str, tuple[int, int, int, int, int]] = {
-    "keys": (64, 4, 3, 1, 1),
-    "turned8": (64, 4, 3, 1, 1),
-    "turned": (64, 4, 2, 4, 2),
-    "turned4": (64, 4, 2, 1, 1),
+    "keys1": (64, 4, 3, 1, 1),
+    "channels1": (64, 4, 2, 4, 2),
+    "channels8": (64, 4, 2, 4, 2),
+    "nibbles1": (64, 4, 2, 1, 1),
 }
 
 
