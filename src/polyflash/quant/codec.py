@@ -43,6 +43,7 @@ from polyflash.quant.scheme import KINDS, SMOOTHED_TOKENS, TABLES, Block, Codes,
 _KERNELS = {"cuda": "polyflash.backends.triton.quantize", "cpu": "polyflash.backends.cpu.quantize"}
 _loaded = cache(import_module)  # which looks up slowly
 _CHUNK = 1 << 22  # elements that are decoded at a time
+_MANY = 1 << 18  # codes, from which on a kernel that may have to be compiled is worth it on a CPU
 _INF = float("inf")
 
 
@@ -148,6 +149,11 @@ def decode(
 
     if "Vmap" in transforms():  # which writes into nothing that it does not map
         return values(slice(None)).to(dtype)
+    if code.device.type == "cpu" and code.numel() >= _MANY and not torch.compiler.is_compiling():
+        kernels = one_pass("cpu")
+        made = kernels and kernels.decode(code, scale, shift, codes, dtype)
+        if made is not None:
+            return made  # type: ignore[no-any-return]
     out = torch.empty((batch, heads, tokens, channels), dtype=dtype, device=code.device)
     step = max(1, _CHUNK // max(1, tokens * channels))  # heads at a time, of one entry or of several
     entries = max(1, step // max(1, heads))

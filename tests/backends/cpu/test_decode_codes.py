@@ -457,6 +457,7 @@ def test_public_calls_say_that_codes_are_read_in_the_walk():
     "change, words",
     (
         ({"seqlen_q": 129}, "up to 128 rows"),
+        ({"seqlen_q": 33, "codes": "fp8_e4m3/1x0,fp8_e4m3/1x0"}, "up to 32 rows"),
         ({"seqlen_q": 17, "codes": "int8/1x0*int8,int8/1x0*int8"}, "integer products"),
         ({"head_dim": 320}, "up to 256"),
         ({"codes": "int8/1x0,-"}, "both"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import re
 from dataclasses import replace
@@ -123,6 +124,51 @@ def test_what_no_kernel_reads_goes_to_the_codec():
     assert fake.codes.shape == x.shape and fake.scale.shape == (2, 3, 100, 1)
     mapped = torch.func.vmap(lambda y: public(y, scheme).scale)(x[:, None])
     assert torch.equal(bits(mapped[:, 0]), bits(by_torch(x, scheme)[1]))
+
+
+VALUES = {
+    "int8-v": ((128, torch.bfloat16), (40, torch.float16)),
+    "int8-smooth-k": ((80, torch.bfloat16),),
+    "int4-k": ((128, torch.bfloat16),),
+    "int4-v": ((96, torch.float16),),
+    "fp8-v": ((12, torch.float32),),
+    "nf4-k": ((24, torch.bfloat16),),
+    "mxfp4-k": ((64, torch.float16),),
+    "e5m2-channel": ((64, torch.bfloat16),),
+    "int4-blocks": ((40, torch.float32),),
+}
+
+
+@pytest.mark.parametrize("name", [*VALUES, "means", "tensor"])
+def test_values_of_codes_have_the_bits_of_the_codec(name: str, monkeypatch):
+    """Of what is not finite too, and of codes that lie as (batch, seqlen, heads, head_dim)."""
+    scheme = {"means": LEFT[1], "tensor": LEFT[0]}.get(name) or SCHEMES[name]
+    for channels, dtype in VALUES.get(name, ((32, torch.bfloat16),)):
+        x = torch.randn(2, 3, 457, channels, generator=torch.Generator().manual_seed(1))
+        x[0, 1, 7] = 0
+        x[1, 2, 200, 3], x[1, 0, 9, 1] = math.nan, math.inf
+        made, scale, shift = codec.encode(x, scheme)
+        for codes in (made, made.transpose(1, 2).contiguous().transpose(1, 2)):
+            monkeypatch.setattr(codec, "_MANY", 1 << 60)
+            wanted = codec.decode(codes, scale, shift, scheme.codes, dtype)
+            monkeypatch.setattr(codec, "_MANY", 1)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(codec, "spread", None)  # what only the codec's own operations call
+                found = codec.decode(codes, scale, shift, scheme.codes, dtype)
+            assert found.dtype is wanted.dtype is dtype
+            assert torch.equal(bits(found.float()), bits(wanted.float())), (channels, dtype)
+
+
+def test_values_that_no_kernel_makes_are_the_codecs(monkeypatch):
+    monkeypatch.setattr(codec, "_MANY", 1)
+    codes, scale, _ = codec.encode(torch.randn(1, 2, 40, 16), Scheme())
+    right = codes.double() * scale.double()
+    assert torch.equal(codec.decode(codes, scale, None, Scheme().codes, torch.float64), right)
+    for some in (codes.mT.contiguous().mT, torch.cat((codes, codes), 3)[..., ::2]):
+        found = codec.decode(some, scale, None, Scheme().codes)
+        assert torch.equal(found, some.float() * scale)
+    wide = torch.ones(1, 1, 3, 300, dtype=torch.int8)
+    assert torch.equal(codec.decode(wide, scale[:, :1, :3], None, Scheme().codes), wide * scale[:, :1, :3])
 
 
 def test_without_a_compiler_that_imports_the_codec_does_it(monkeypatch):

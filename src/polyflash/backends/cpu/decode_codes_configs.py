@@ -19,6 +19,7 @@ from polyflash.target import Target
 
 READ = ("int8", "int4")  # codes that become 16-bit integers in registers
 MOST_CHANNELS = 256
+MOST_FLOAT_ROWS = 32  # of codes that every tile makes float32 anew: decoding first is quicker from there on
 # Vectors behind the planes of Q. Of a row: its step, sum of shifts, what the middle of codes adds by whole
 # steps, then by parts of one; from NEXT on the step and its inverse for the next fold.
 STATS, NEXT = 6, 4
@@ -339,8 +340,9 @@ def refuses(spec: AttentionSpec, target: Target) -> str:
         return ""
     if None in codes_of(spec.codes):
         return f"codes: of both K and V, got {spec.codes}"
-    if (rows := spec.group * spec.seqlen_q) > MOST_SHARED_ROWS:
-        return f"codes: up to {MOST_SHARED_ROWS} rows of a kv head, asked for {rows}"
+    most = MOST_SHARED_ROWS if _kind_of(spec) is CodesKey else MOST_FLOAT_ROWS
+    if (rows := spec.group * spec.seqlen_q) > most:
+        return f"codes: up to {most} rows of a kv head, asked for {rows}"
     if not integer_configs.refuses(spec, target):
         return f"codes: more than {SMALL_ROWS} query rows are quicker by the integer products of the forward"
     if max(spec.head_dim, spec.head_dim_v) > MOST_CHANNELS:

@@ -17,11 +17,13 @@ from torch import Tensor
 
 from polyflash import target
 from polyflash.backends.cpu import arguments, pool, quantize_configs, runtime
-from polyflash.backends.cpu.quantize_configs import RotateKey
-from polyflash.backends.cpu.words import Group, Quantize
+from polyflash.backends.cpu.configs import STORAGE_BYTES
+from polyflash.backends.cpu.decode_codes_configs import MOST_CHANNELS
+from polyflash.backends.cpu.quantize_configs import RotateKey, ValuesKey
+from polyflash.backends.cpu.words import Group, Quantize, Values
 from polyflash.errors import UnsupportedError
 from polyflash.quant import codec
-from polyflash.quant.scheme import KINDS, Scheme
+from polyflash.quant.scheme import KINDS, Codes, Scheme
 from polyflash.storages import empty_of_keys, is_readable, near
 
 VALUES_PER_US = 1500  # that one core makes codes of: what the thread decision assumes
@@ -82,6 +84,42 @@ def encode(
     launch(words, how, x.data_ptr(), 0, *(y.data_ptr() for y in (codes, scale, shift) if y is not None))
     stored_as = getattr(torch, KINDS[scheme.dtype].storage)
     return codes.view(stored_as), scale, mean if shift is None else shift
+
+
+@lru_cache(maxsize=256)
+def _values_kernel(codes: Codes, head_dim: int, dtype: torch.dtype) -> int:
+    """Address of what makes values of `dtype` of such codes; 0 if the codec alone does."""
+    storage, here = str(dtype).removeprefix("torch."), target.detect("cpu")
+    if storage not in STORAGE_BYTES or head_dim > MOST_CHANNELS or not here.has_package("numba"):
+        return 0
+    return _address(ValuesKey(here.arch, storage, codes._replace(compute="float"), head_dim))
+
+
+def decode(
+    code: Tensor, scale: Tensor, shift: Tensor | None, codes: Codes, dtype: torch.dtype
+) -> Tensor | None:
+    """The values of codes as `codec.decode` gives them; None of what has no kernel."""
+    batch, heads, tokens, stored = code.shape
+    shift, codes = (None, codes._replace(shift=None)) if None in (shift, codes.shift) else (shift, codes)
+    given = [x for x in (code, scale, shift) if x is not None]
+    apart = code.stride(3) == 1 and all(x.stride(3) == 1 or x.shape[3] == 1 for x in given[1:])
+    if not (apart and all(x.is_cpu and is_readable(x) for x in given)):
+        return None
+    head_dim = stored * codes.packed
+    kernel = _values_kernel(codes, head_dim, dtype)
+    if not kernel:
+        return None
+    out = empty_of_keys((batch, heads, tokens, head_dim), dtype, code.device)
+    strides = [[s * x.element_size() for s in x.stride()[:3]] for x in given] + [[0] * 3]
+    part = max(1, PART_VALUES // head_dim)
+    parts = -(-tokens // part)
+    addresses = [x.data_ptr() for x in given] + [0]
+    sizes = addresses[0], out.data_ptr(), *addresses[1:3], heads, tokens, part, parts
+    words = array("q", Values(*sizes, *strides[0], *strides[1], *strides[2]))
+    work_us = out.numel() // VALUES_PER_US
+    wake = work_us >= arguments.WAKE_FROM_US
+    pool.run(kernel, words.buffer_info()[0], batch * heads * parts, arguments.threads_for(work_us), 0, wake)
+    return out
 
 
 @lru_cache(maxsize=64)

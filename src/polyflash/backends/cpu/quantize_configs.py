@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from polyflash.backends.cpu.configs import ISAS, STORAGE_BYTES
-from polyflash.quant.scheme import KINDS, Scheme
+from polyflash.quant.scheme import KINDS, Codes, Scheme
 from polyflash.target import Target
 
 _FLOATS = {"fp8_e4m3": (3, 7), "fp8_e5m2": (2, 15)}  # bits of the mantissa, bias of the exponent
@@ -63,6 +64,26 @@ class RotateKey:
     @property
     def name(self) -> str:
         return f"rotate_{self.isa}_{self.storage}"
+
+
+@dataclass(frozen=True, slots=True)
+class ValuesKey:
+    """The key of what makes values of one dtype of codes, whose form and head dim are known to it."""
+
+    isa: str
+    storage: str
+    codes: Codes
+    head_dim: int
+    builder: str = "polyflash.backends.cpu.kernels.values"
+
+    @property
+    def name(self) -> str:
+        form = re.sub(r"\W", "_", str(self.codes._replace(compute="float")))
+        return f"values_{self.isa}_{self.storage}_d{self.head_dim}_{form}"
+
+    @property
+    def lanes(self) -> int:
+        return ISAS[self.isa].lanes
 
 
 def key_for(scheme: Scheme, storage: str, target: Target) -> QuantizeKey | None:

@@ -185,6 +185,15 @@ Quantize = namedtuple(
 # without those that follow. turn: number of its first new token, for `cos`.
 Group = namedtuple("Group", "source live tail first codes table kept turn")
 
+# Of codes that become values, which lie one behind the other: a work item is `part` tokens of a head.
+Values = namedtuple(
+    "Values",
+    """
+    codes values scale shift heads tokens part parts codes_batch codes_head codes_token
+    scale_batch scale_head scale_block shift_batch shift_head shift_block
+    """,
+)
+
 FORWARD = Layout(Tensors, Softmax, Operands, Cut, Scratch, pages="k_ids")
 BACKWARD = Layout(
     Tensors, Softmax, Operands, Cut, BackwardScratch, Sums, BiasGradient, Gradients, Entries, pages="k_ids"
@@ -199,7 +208,7 @@ ENTRY, ITEM, COLUMN = Layout(Entry), Layout(Item), Layout(Column)
 BACKWARD_ITEM = Layout(Item, 20, BackwardItem)  # the column of the pass lies between
 CODED = Layout(Tensors, Softmax, Operands, Cut, Scratch, Tables, pages="k_ids")
 CODED_ITEM = Layout(Item, 20, TablesItem)
-QUANTIZE, GROUP = Layout(Quantize), Layout(Group)
+QUANTIZE, GROUP, VALUES = Layout(Quantize), Layout(Group), Layout(Values)
 
 # What the pass over scores does.
 DOES_MASK, DOES_BIAS, DOES_ALIBI, DOES_SOFTCAP, DOES_SEGMENTS, DOES_TINY_SCALE = 1, 2, 4, 8, 16, 32
