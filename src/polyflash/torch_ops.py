@@ -278,7 +278,7 @@ def _route(phase: Phase, q: Tensor, k: Tensor, v: Tensor, args: Arguments, rest:
         phase = _FORWARD
     backend = requested_backend(args)
     heads, dims = (num_q_heads, num_kv_heads, num_v_heads), (head_dim, head_dim_k, head_dim_v)
-    kinds = q.dtype, k.dtype, v.dtype, q.device, k.device, v.device
+    kinds = q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, args.codes and paged and k.shape[2]
     lengths = length_class(seqlen_q), seqlen_k >= MANY_KEYS, seqlen_q + seqlen_k > MOST_POSITIONS
     key = (phase, asked, backend, kinds, heads, dims, lengths, takes_tf32(q), *map(class_of, rest))
     if args.max_seqlen_q is not None or args.max_seqlen_k is not None:

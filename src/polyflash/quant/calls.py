@@ -155,9 +155,9 @@ def _in_walk(q: Tensor, codes_k: Tensor, codes_v: Tensor, args: Arguments, k: KV
         return not wanted
     backend = requested_backend(args)
     (_, heads, rows, head_dim), (_, kv_heads, keys, _), table = q.shape, codes_v.shape, args.page_table
-    keys *= 1 if table is None else table.shape[1]
+    page_size, keys = (0, keys) if table is None else (keys, keys * table.shape[1])
     few = is_decode(heads, kv_heads, rows, keys, args.row_bounds is not None, q.device.type)
-    lengths = few, min(rows, MOST_SHARED_ROWS + 1), length_class(rows), keys >= MANY_KEYS
+    lengths = few, page_size, min(rows, MOST_SHARED_ROWS + 1), length_class(rows), keys >= MANY_KEYS
     sizes = heads, head_dim, kv_heads, codes_v.shape[3], lengths
     key = (q.dtype, q.device, device, backend, sizes, *map(class_of, args))
     if key not in _readers:

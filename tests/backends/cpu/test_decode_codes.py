@@ -432,6 +432,27 @@ def test_narrow_vectors(isa, name):
     level_a(decode(q, k, v, isa=isa), q, k, v, f"{isa} {name}")
 
 
+@pytest.mark.parametrize("name", ("int4", "int8-channel", "int8-smooth*"))
+def test_pages_of_any_size_one_after_the_other(name):
+    """Groups of tokens that a page cuts, and pages that share a route with others before."""
+    table, schemes = (
+        torch.randperm(8, generator=torch.Generator().manual_seed(1))[None].int(),
+        {**SCHEMES, **BYTES},
+    )
+    for page, invariant in itertools.product((64, 16, 12, 80), (False, True)):
+        k, v = (
+            quantize(randn(8, page, 1, 64, seed=i), s, layout="bshd") for i, s in enumerate(schemes[name])
+        )
+        q, lens = randn(1, 16, 64), ints(8 * page - 3)
+        got = polyflash.attention_paged(q, k, v, table, lens, batch_invariant=invariant)
+        values = (x.values(torch.float64).transpose(1, 2) for x in (k, v))
+        want = polyflash.attention_paged(q.double(), *values, table, lens)
+        assert torch.allclose(got.double(), want, rtol=0, atol=1e-5 if "*" not in name else 0.1), (
+            page,
+            invariant,
+        )
+
+
 def test_public_calls_say_that_codes_are_read_in_the_walk():
     q, (k, v) = randn(1, 8, 1, 128, dtype=torch.bfloat16), coded("int4", 1, 2, 300, 128)
     assert "read in the walk" in str(polyflash.explain(q, k, v))

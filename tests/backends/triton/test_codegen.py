@@ -263,6 +263,7 @@ def test_rows_that_are_8_elements_apart_are_copied_16_bytes_at_a_time(phase: str
     assert re.search(r"cp.async.cg.shared.global [^;]*, 0x10", ptx)
 
 
+@compiles
 def test_a_tile_too_large_for_its_registers_spills():
     """A compiled one: 64 rows of float32 in four warps."""
     case = Case(Phase.FORWARD, "hip:gfx1100", "float32", 64, "full")

@@ -288,10 +288,14 @@ def test_distances_between_rows_are_compiled_in():
     for strides, wanted in (
         ((320, 40, 320), 8), ((320, 80, 1280), 1), ((0, 0, 12), 4), ((24, 24, 0), 8), ((7, 14, 28), 1)
     ):  # fmt: skip
-        t = tensors(View(None, 320, 160, 32, 1), View(None, *strides, 1), Rows(None, 3, 3, 1))
+        t = tensors(View(None, 320, 40, 8, 1), View(None, *strides, 1), Rows(None, 3, 3, 1))
+        found = runtime.spaced(c, t._replace(q=None)).ALIGNED.value
+        assert found == wanted, strides
+        assert runtime.spaced(c, t).ALIGNED.value == (wanted if strides != (320, 80, 1280) else 1), strides
+        wide = t._replace(q=View(None, 320, 160, 32, 1))  # whose loads stay as wide
+        assert runtime.spaced(c, wide).ALIGNED.value == 1
         assert (
-            runtime.spaced(c, t).ALIGNED.value
-            == runtime.spaced(c, t._replace(q=None)).ALIGNED.value
+            runtime.spaced(c._replace(K_CODES=triton.language.constexpr("int4")), wide).ALIGNED.value
             == wanted
         )
     kinds = [runtime.kind(n) for n in (0, 1, 2, 3, 4, 8, 16, 24, 40, 48, 2**31, 2**40)]

@@ -372,6 +372,6 @@ def _is_of_scores(k: Codes, page_size: int) -> bool:
     tokens = [block.tokens or page_size for block in tables]
     runs = [n for n in tokens if n]
     token_scale = k.scale.channels == 0 and k.scale.tokens <= 1
-    aligned = all(n % STEP == 0 and n % min(runs) == 0 for n in runs)
+    aligned = all(n % STEP == 0 and n % min(runs) == 0 and page_size % n == 0 for n in runs)
     known = token_scale or k.scale.channels == 1
     return known and aligned and (k.shift is None or k.shift.channels == 1)

@@ -59,7 +59,7 @@ class Constants(NamedTuple):
     PARTS: int = 1  # of codes: `Side` of K and of V, and what their products are made of
     PTX: bool = False
     TURNED: bool = False  # products and sums, of few rows
-    ALIGNED: int = 1  # elements, see `runtime.apart`
+    ALIGNED: int = 1  # elements, see `runtime.spaced`
     K_HALF: bool = False
     V_HALF: bool = False
     V_GROUPED: bool = False

@@ -199,12 +199,14 @@ def compile(kernel: Any, arguments: tuple[Any, ...], options: Mapping[str, Any])
 
 def spaced(c: Any, t: Any) -> Any:
     """The constants `c` of a kernel that has any use for it with the elements, ALIGNED, that divide all
-    distances between rows of `t`; 1 where 16 do, which Triton sees by itself."""
+    distances between rows of `t`; 1 where 16 divide those of some tensor, which Triton sees by itself, and
+    which a hint would hide."""
     if not hasattr(c, "ALIGNED"):
         return c
-    views = [x for name in _ROWS if (x := getattr(t, name, None)) is not None]
-    size = math.gcd(_ALIGNED, *(n for x in views for n in (x.b, x.h, x.s)))
-    return c._replace(ALIGNED=tl.constexpr(size if size < _ALIGNED else 1))
+    names = "kv" if c.K_CODES.value else _ROWS if getattr(t, "dout", None) is not None else "qkv"
+    views = [x for name in names if (x := getattr(t, name, None)) is not None]
+    sizes = [math.gcd(_ALIGNED, x.b, x.h, x.s) for x in views]
+    return c._replace(ALIGNED=tl.constexpr(1 if _ALIGNED in sizes else math.gcd(0, *sizes) or 1))
 
 
 def _names(x: Any) -> Any:
