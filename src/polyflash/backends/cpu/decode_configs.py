@@ -148,8 +148,8 @@ class DecodeConfig:
             from polyflash.backends.cpu import decode_codes_configs  # which needs this module
 
             kernel = decode_codes_configs.note(self, spec)
-            if rows > MOST_ROWS[self.isa]:
-                walk = f"in tiles of {MOST_ROWS[self.isa]}, each of which walks over its keys"
+            if rows > (held := decode_codes_configs.key_for(self, spec, rows).rows):
+                walk = f"in tiles of {held}, each of which walks over its keys"
         elif rows > DECODE_ROWS:
             kernel = "lanes over rows"
         else:

@@ -100,7 +100,8 @@ def decode(
 ) -> Tensor | None:
     """The values of codes as `codec.decode` gives them; None of what has no kernel."""
     batch, heads, tokens, stored = code.shape
-    shift, codes = (None, codes._replace(shift=None)) if None in (shift, codes.shift) else (shift, codes)
+    if shift is None or codes.shift is None:
+        shift, codes = None, codes._replace(shift=None)
     given = [x for x in (code, scale, shift) if x is not None]
     apart = code.stride(3) == 1 and all(x.stride(3) == 1 or x.shape[3] == 1 for x in given[1:])
     if not (apart and all(x.is_cpu and is_readable(x) for x in given)):
